@@ -1,0 +1,1 @@
+"""Ray: actors, scheduler, driver, ledger, command line."""

@@ -1,0 +1,1 @@
+"""Tasks out of Claude, in stages."""

@@ -1,0 +1,1 @@
+"""One rollout, without Ray: tasks, sandboxes, agents, policies, outcomes, trajectories, Arrow."""

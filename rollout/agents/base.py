@@ -1,0 +1,86 @@
+"""The protocol of an agent, what it is given, and how one is found by name.
+
+An agent is named by an entry point of the group `rollcage.agents` or as `module:Class`. It is made once for
+each attempt with the job's options as keyword arguments, and run once for each step of the task.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from rollcage.rollout.clock import AgentClock
+from rollcage.rollout.policies.base import PolicySession, Sampling
+from rollcage.rollout.sandbox.base import Sandbox, Shell
+from rollcage.rollout.task import Step, Task
+from rollcage.rollout.trajectory import Trajectory
+
+GROUP = "rollcage.agents"
+
+
+@dataclass
+class AgentContext:
+    """What an agent gets for one step.
+
+    `shell` is the agent's one shell, as the task's user in the task's workdir, kept over the steps.
+    `session` is None for agents that have no policy. What the agent appends to `trajectory` is kept however
+    the attempt ends. `clock` is the agent's own time: requests to the policy are made with it held, and their
+    generation is charged. `emit` shows a line to whoever watches (`rollcage try`).
+    """
+
+    task: Task
+    step: Step
+    sandbox: Sandbox
+    shell: Shell
+    session: PolicySession | None
+    sampling: Sampling
+    trajectory: Trajectory
+    clock: AgentClock
+    emit: Callable[[str], None] = field(default=lambda _line: None)
+
+
+class Agent(Protocol):
+    """Decides. `needs_policy` says whether `AgentContext.session` must be there."""
+
+    name: str
+    needs_policy: bool
+
+    async def run(self, context: AgentContext) -> None:
+        """Work on one step until done. Raises `AgentStopped` at a limit of its own; lets `PolicyError` and
+        `SandboxError` through. The rollout enforces the clock."""
+        ...
+
+
+def load_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
+    """Make the agent called `name`, or found at `module:Class`.
+
+    Raises `ValueError` with the known names where there is none, or where it does not take the options.
+    """
+    factory = _find(name)
+    try:
+        agent: Agent = factory(**(options or {}))
+    except TypeError as error:
+        raise ValueError(f"agent {name!r} does not take these options: {error}") from error
+    return agent
+
+
+def known_agents() -> list[str]:
+    """Names that `load_agent` finds by entry point."""
+    return sorted({point.name for point in entry_points(group=GROUP)})
+
+
+def _find(name: str) -> Any:
+    for point in entry_points(group=GROUP):
+        if point.name == name:
+            return point.load()
+    if ":" not in name:
+        known = ", ".join(known_agents())
+        raise ValueError(f"no agent is called {name!r}; known: {known}; or name your own as module:Class")
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"agent {name!r} cannot be imported: {error}") from error

@@ -1,0 +1,1 @@
+"""Docker sandboxes: containers, shells, files, images, networks, and the names of their failures."""

@@ -1,0 +1,157 @@
+"""What any sandbox offers. Agents and verifiers know these protocols and nothing of Docker.
+
+Calls raise `SandboxError` when the sandbox or its engine fails. A command that fails is a result, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+OUTPUT_BYTES = 1 << 20
+"""Bytes kept of one command's stdout and of its stderr: half from the head, half from the tail."""
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command did. `stdout` and `stderr` are capped head and tail; `omitted_bytes` were left out.
+
+    `exit_code` is None where the command did not end by itself: it `timed_out`, or the shell ended with it
+    (`shell_replaced`; its exit status, where known, is `shell_exit_code`).
+    """
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+    timed_out: bool = False
+    omitted_bytes: int = 0
+    shell_replaced: bool = False
+    shell_exit_code: int | None = None
+
+    @property
+    def text(self) -> str:
+        """stdout, then stderr, as text; what is not UTF-8 becomes U+FFFD."""
+        return (self.stdout + self.stderr).decode("utf-8", "replace")
+
+    @property
+    def note(self) -> str:
+        """What an agent must be told beside the output: one line, or empty."""
+        if self.shell_replaced:
+            ended = "" if self.shell_exit_code is None else f" with status {self.shell_exit_code}"
+            reason = "after a timeout" if self.timed_out else f"because it ended{ended}"
+            return f"[the shell was replaced {reason}; directory and variables are as at the start]"
+        if self.timed_out:
+            return f"[the command was stopped after {self.seconds:.0f} s; the shell is as it was]"
+        return ""
+
+
+@dataclass(frozen=True)
+class SandboxState:
+    """The engine's own word on a sandbox's container."""
+
+    running: bool
+    exit_code: int | None
+    oom_killed: bool
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """What a sandbox is made with.
+
+    `image` is an image id or reference that the engine has. `network` is the engine's network name, or
+    `none`. `memory_mb` and `storage_mb` are MiB, None for no limit. `deadline_sec`: seconds after its start at
+    which PID 1 ends by itself, whoever is still there. `labels` are added to the container's.
+    `user` and `workdir` None: as the image says.
+    """
+
+    image: str
+    name: str
+    network: str = "none"
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    cpus: float | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    pids: int = 1024
+    deadline_sec: float = 24 * 3600.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    runtime: str | None = None
+
+
+class Shell(Protocol):
+    """One shell over one stream: directory, variables and functions last from command to command."""
+
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout: float | None = None,
+        stdin: bytes = b"",
+        output_bytes: int = OUTPUT_BYTES,
+    ) -> CommandResult:
+        """Run `command` and return when it is done; background children do not hold it.
+
+        After `timeout` seconds its processes are killed and the shell kept; a shell that does not come back is
+        replaced. Raises `SandboxError` when the container is gone.
+        """
+        ...
+
+
+class Sandbox(Protocol):
+    """One container. Paths inside are absolute POSIX paths."""
+
+    id: str
+    spec: SandboxSpec
+
+    async def shell(self, user: str | int | None = None, env: Mapping[str, str] | None = None) -> Shell:
+        """The sandbox's shell for this user, started at the first call. Kept until `stop_processes`."""
+        ...
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        user: str | int | None = None,
+        env: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        timeout: float | None = None,
+        output_bytes: int = OUTPUT_BYTES,
+    ) -> CommandResult:
+        """Run one program on its own, apart from any shell (slower: an `exec` of the engine)."""
+        ...
+
+    async def stop_processes(self) -> None:
+        """Kill every process but PID 1 and wait until they are gone. The next `shell()` is a fresh one."""
+        ...
+
+    async def upload(
+        self, source: Path, target: str, *, mode: int | None = None, exclude: Sequence[str] = ()
+    ) -> None:
+        """Put the file or tree `source` at `target`, owned by root, modes kept (`mode` overrides every
+        file's). Missing parents are made. `exclude` are gitignore-style patterns."""
+        ...
+
+    async def write(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
+        """Write small files, by absolute path, in one call."""
+        ...
+
+    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
+        """A regular file's bytes; None where there is no such file. A symbolic link or another kind of file,
+        and a file past `max_bytes`, raise `ValueError` that says which."""
+        ...
+
+    async def download(self, path: str, target: Path, *, max_bytes: int) -> bool:
+        """Copy a file or tree out; False where there is none. Entries that leave `target` are refused."""
+        ...
+
+    async def state(self) -> SandboxState:
+        """Ask the engine."""
+        ...
+
+    async def remove(self) -> None:
+        """Kill and remove the container and its anonymous volumes. Removing it twice is no error."""
+        ...

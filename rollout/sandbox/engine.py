@@ -1,0 +1,94 @@
+"""The one way to the Docker Engine: calls in threads, and every failure named before it leaves this file.
+
+A call that has been sent is waited for even when its task is cancelled, because it may have made something
+that must be removed. Each is bounded by the client's timeout, so the wait is too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import docker
+from docker.errors import DockerException
+from rollcage.rollout.sandbox.faults import engine_fault
+
+T = TypeVar("T")
+
+API_TIMEOUT_SEC = 120.0
+"""A loaded engine answers late: under 64 starts at once on 2 cores, one has been seen to take 40 s."""
+
+WORKERS = 64
+"""Threads that wait for the engine. More only queue up inside it."""
+
+
+class Engine:
+    """A Docker Engine, at `base_url` or where `DOCKER_HOST` and the usual socket say.
+
+    Raises `SandboxError` (`docker_unavailable`) where none answers.
+    """
+
+    def __init__(
+        self, base_url: str | None = None, *, timeout_sec: float = API_TIMEOUT_SEC, workers: int = WORKERS
+    ) -> None:
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="engine")
+        try:
+            self.api: Any = _client(base_url, timeout_sec, workers)
+        except (DockerException, OSError) as error:
+            raise engine_fault(error, "connect to the Docker Engine") from error
+
+    async def call(self, doing: str, request: Callable[[Any], T]) -> T:
+        """Run `request(api)` in a thread; `api` is docker-py's `APIClient`.
+
+        `doing` completes "could not ...", and decides with the error's type and status what class it is
+        (`faults.engine_fault`). Raises `SandboxError`.
+        """
+        work = asyncio.get_running_loop().run_in_executor(self._threads, request, self.api)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.exception()
+            raise
+        except (DockerException, OSError) as error:
+            raise engine_fault(error, doing) from error
+
+    async def attach(self, container_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The container's stdin, stdout and stderr as one stream, multiplexed as the Engine API says:
+        https://docs.docker.com/reference/api/engine/version/v1.41/#tag/Container/operation/ContainerAttach"""
+        params = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+        return await self._stream(
+            "attach to a container", lambda api: api.attach_socket(container_id, params)
+        )
+
+    async def exec_stream(
+        self, exec_id: str, *, tty: bool = False
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start an exec and return its stream, multiplexed as in `attach` unless it has a TTY."""
+        return await self._stream("start an exec", lambda api: api.exec_start(exec_id, tty=tty, socket=True))
+
+    async def _stream(
+        self, doing: str, request: Callable[[Any], Any]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        held = await self.call(doing, request)
+        raw: socket.socket = getattr(held, "_sock", held)
+        own = socket.socket(fileno=socket.dup(raw.fileno()))
+        held.close()
+        own.setblocking(False)
+        return await asyncio.open_connection(sock=own, limit=1 << 20)
+
+    def close(self) -> None:
+        """Let go of the threads and connections."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.api.close()
+
+
+def _client(base_url: str | None, timeout_sec: float, workers: int) -> Any:
+    settings: dict[str, Any] = {"timeout": timeout_sec, "max_pool_size": workers, "version": "auto"}
+    if base_url is not None:
+        return docker.APIClient(base_url=base_url, **settings)
+    return docker.from_env(**settings).api

@@ -1,0 +1,166 @@
+"""What happened in one attempt: turns, commands, exact tokens, phases, reward, outcome.
+
+Plain data: it is pickled between processes and written to Arrow as it stands (`arrow.py`).
+
+Invariants:
+
+- Token ids are the ones that the engine saw and returned. Nothing is ever tokenized again.
+- A `Segment` is a run of tokens with an unbroken prefix. A turn's prompt is `segment.ids[:prompt_len]`
+  and its completion the `completion_len` ids behind it.
+- `loss_mask` is 1 exactly on sampled tokens; `logprobs` is NaN exactly where the mask is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rollcage.rollout.outcome import Evidence, Outcome, Stage
+
+
+@dataclass
+class Message:
+    """One message of the conversation. `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+    turn: int | None = None
+    """The turn that this message answers or (for an assistant) is; None before the first."""
+
+
+@dataclass
+class CommandRecord:
+    """One command that an agent ran in the sandbox, and what came back.
+
+    `stdout` and `stderr` are capped; `omitted_bytes` counts what was left out of both. `exit_code` is None
+    where the command never ended by itself. `note` is what the agent was told beside the output (that the
+    command was stopped, that the shell was replaced).
+    """
+
+    command: str
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool = False
+    omitted_bytes: int = 0
+    note: str = ""
+
+
+@dataclass
+class Turn:
+    """One answer of the policy and the commands it led to.
+
+    `segment` is None where the policy gave no token ids. `queue_seconds` is the time that the request
+    waited before the engine worked on it, `generate_seconds` the time of the work itself.
+    """
+
+    index: int
+    text: str
+    finish_reason: str
+    segment: int | None = None
+    prompt_len: int = 0
+    completion_len: int = 0
+    policy: str = ""
+    policy_version: int = 0
+    queue_seconds: float = 0.0
+    generate_seconds: float = 0.0
+    malformed: bool = False
+    commands: list[CommandRecord] = field(default_factory=list)
+
+
+@dataclass
+class Segment:
+    """A run of tokens with an unbroken prefix: parallel lists of one length."""
+
+    ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Trajectory:
+    """Everything between an agent and its policy in one attempt."""
+
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Sampled tokens over all segments."""
+        return sum(sum(segment.loss_mask) for segment in self.segments)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens over all turns, each turn's whole prompt counted."""
+        return sum(turn.prompt_len for turn in self.turns)
+
+
+class Phase(StrEnum):
+    """Where an attempt's wall time goes. Phases do not overlap."""
+
+    QUEUE = "queue"
+    IMAGE = "image"
+    START = "start"
+    AGENT = "agent"
+    VERIFY = "verify"
+    TEARDOWN = "teardown"
+
+
+@dataclass
+class Reward:
+    """What a verifier gave: `value` is the primary reward, `values` every key of reward.json.
+
+    `test_ids`: names of the single tests that the verifier's report lists (ctrf or junit), passed or not.
+    `output_tail`: the end of what the verifier printed.
+    """
+
+    value: float
+    values: dict[str, float] = field(default_factory=dict)
+    source: str = "reward.txt"
+    output_tail: str = ""
+    test_ids: tuple[str, ...] = ()
+    steps: tuple[tuple[str, float], ...] = ()
+    """Of a task of several steps: each step that ran and its reward."""
+    skipped_steps: tuple[str, ...] = ()
+    """Steps that were not run because an earlier one stayed below its `min_reward`."""
+
+
+@dataclass
+class Attempt:
+    """The one record in which every attempt ends.
+
+    Times are Unix seconds; `phases` maps `Phase` to seconds. `infra_seconds` is the time inside the agent's
+    phase that was lost to queues, retries and the host and was not charged to the agent.
+    `error_class` is None for an attempt that simply passed or failed.
+    """
+
+    attempt_id: str
+    job: str
+    task: str
+    task_digest: str
+    sample: int
+    number: int
+    agent: str
+    policy: str
+    host: str
+    outcome: Outcome
+    error_class: str | None = None
+    stage: Stage | None = None
+    evidence: Evidence | None = None
+    reward: Reward | None = None
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    infra_seconds: float = 0.0
+    retry_after_sec: float | None = None
+    trajectory: Trajectory | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What an agent or a user's own code wants kept; JSON values only."""
+
+    @property
+    def reward_valid(self) -> bool:
+        """True where the attempt gave a reward that counts."""
+        return self.outcome in (Outcome.PASSED, Outcome.FAILED)

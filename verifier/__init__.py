@@ -1,0 +1,1 @@
+"""Running verifiers, and deciding whether their reward counts."""

@@ -17,7 +17,7 @@ from rollcage.rollout.trajectory import Message, Segment
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, in vLLM's terms. `seed` is derived from (job, task, sample) where a job sets one."""
+    """How tokens are drawn, in vLLM's terms. `seed` comes from (job, task, sample) where a job sets one."""
 
     temperature: float = 1.0
     top_p: float = 1.0

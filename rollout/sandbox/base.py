@@ -1,6 +1,6 @@
 """What any sandbox offers. Agents and verifiers know these protocols and nothing of Docker.
 
-Calls raise `SandboxError` when the sandbox or its engine fails. A command that fails is a result, not an error.
+Calls raise `SandboxError` when the sandbox or its engine fails. A command that fails is a result.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class SandboxSpec:
     """What a sandbox is made with.
 
     `image` is an image id or reference that the engine has. `network` is the engine's network name, or
-    `none`. `memory_mb` and `storage_mb` are MiB, None for no limit. `deadline_sec`: seconds after its start at
-    which PID 1 ends by itself, whoever is still there. `labels` are added to the container's.
+    `none`. `memory_mb` and `storage_mb` are MiB, None for no limit. `deadline_sec`: seconds from its
+    start at which PID 1 ends by itself, whoever is still there. `labels` are added to the container's.
     `user` and `workdir` None: as the image says.
     """
 
@@ -95,8 +95,8 @@ class Shell(Protocol):
     ) -> CommandResult:
         """Run `command` and return when it is done; background children do not hold it.
 
-        After `timeout` seconds its processes are killed and the shell kept; a shell that does not come back is
-        replaced. Raises `SandboxError` when the container is gone.
+        After `timeout` seconds its processes are killed and the shell kept; a shell that does not come back
+        is replaced. Raises `SandboxError` when the container is gone.
         """
         ...
 

@@ -6,7 +6,7 @@ from rollcage.rollout.outcome import Evidence, SandboxError
 
 
 def engine_fault(error: Exception, doing: str) -> SandboxError:
-    """The error class of a failed call to the engine, with its evidence. `doing` completes "could not ..."."""
+    """The class of a failed call to the engine, with its evidence. `doing` completes "could not ..."."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     said = getattr(error, "explanation", None) or str(error)
     evidence = Evidence(message=f"could not {doing}: {said}", said_by="engine", status=status)

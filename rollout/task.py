@@ -1,115 +1,126 @@
 """Tasks in the Harbor format: what they say, and what is wrong with them.
 
-`load_task` reads one directory; `find_tasks` finds directories below paths and globs. Whatever is wrong is a
-`Problem` with file, line and remedy; a task with problems never stops the others.
+`check_task` reads one directory and collects every problem with file, line and remedy; `load_task` raises where
+there is any; `find_tasks` finds directories below paths and globs. A task with problems never stops the others.
+
+Its parts: `task_model` (the data), `task_toml` (TOML with line numbers), `task_config` (the sections),
+`task_files` and `task_steps` (what is there), `task_find`, `task_env`, `digest`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from rollcage.rollout.digest import task_digest
+from rollcage.rollout.outcome import Evidence, TaskError
+from rollcage.rollout.task_config import (
+    check_version,
+    read_artifacts,
+    read_environment,
+    read_metadata,
+    read_name,
+)
+from rollcage.rollout.task_env import missing_env, resolve_env
+from rollcage.rollout.task_files import check_build_context, check_tests, ignore_patterns, read_instruction
+from rollcage.rollout.task_find import find_tasks, name_apart
+from rollcage.rollout.task_model import Artifact, Environment, Healthcheck, Problem, Step, Task, Verifier
+from rollcage.rollout.task_steps import read_steps
+from rollcage.rollout.task_toml import Table, read_toml
+
+__all__ = [
+    "Artifact",
+    "Environment",
+    "Healthcheck",
+    "Problem",
+    "Step",
+    "Task",
+    "Verifier",
+    "check_task",
+    "find_tasks",
+    "ignore_patterns",
+    "load_task",
+    "missing_env",
+    "name_apart",
+    "resolve_env",
+    "task_digest",
+]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a task. `line` counts from 1, None where there is none.
+def load_task(path: Path) -> Task:
+    """Read the task at `path`.
 
-    `error_class` is `task_malformed` or `unsupported`.
+    Raises `TaskError` where there is any problem, with all of them in its evidence: `unsupported` where that is
+    all that they are, else `task_malformed`.
     """
-
-    file: str
-    line: int | None
-    message: str
-    remedy: str
-    error_class: str = "task_malformed"
-
-    def __str__(self) -> str:
-        place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return f"{place}: {self.message} ({self.remedy})"
+    task, problems = check_task(path)
+    if task is not None:
+        return task
+    malformed = [problem for problem in problems if problem.error_class == "task_malformed"]
+    first = (malformed or problems)[0]
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    evidence = Evidence(message="\n".join(map(str, problems)), said_by="task files")
+    raise TaskError(first.error_class, f"{first}{more}", evidence)
 
 
-@dataclass(frozen=True)
-class Healthcheck:
-    """Run in the sandbox until it passes. Seconds throughout."""
+def check_task(path: Path) -> tuple[Task | None, list[Problem]]:
+    """The task at `path`, and all that is wrong with it. The task is None exactly where something is.
 
-    command: str
-    interval_sec: float = 5.0
-    timeout_sec: float = 30.0
-    start_period_sec: float = 0.0
-    start_interval_sec: float = 5.0
-    retries: int = 3
-
-
-@dataclass(frozen=True)
-class Environment:
-    """What the task's sandbox is made of.
-
-    `context` is the build context (the directory `environment/`), None where `docker_image` is used as it is.
-    `memory_mb` and `storage_mb` are MiB, None where the task sets none. `env` may hold `${VAR}` and
-    `${VAR:-default}`, resolved by `resolve_env`.
+    Files are named as `path` has them, in the order in which they were looked at.
     """
-
-    context: Path | None
-    docker_image: str | None = None
-    dockerfile: str = "Dockerfile"
-    build_timeout_sec: float = 600.0
-    cpus: float | None = None
-    memory_mb: int | None = None
-    storage_mb: int | None = None
-    gpus: int = 0
-    env: dict[str, str] = field(default_factory=dict)
-    healthcheck: Healthcheck | None = None
-    workdir: str | None = None
-    network_mode: str = "public"
-    allowed_hosts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Verifier:
-    """How the task is verified. `environment` is set where the verifier has an image of its own."""
-
-    timeout_sec: float = 600.0
-    env: dict[str, str] = field(default_factory=dict)
-    user: str | int | None = None
-    environment: Environment | None = None
-    collect: tuple[dict[str, Any], ...] = ()
-    network_mode: str | None = None
-    """None: as the environment's."""
+    problems: list[Problem] = []
+    if not path.is_dir():
+        there = "is not a directory" if os.path.lexists(path) else "does not exist"
+        return None, [Problem(str(path), None, there, "give the path of a task's directory")]
+    if (path / "task.yaml").is_file() and not os.path.lexists(path / "task.toml"):
+        message, remedy = "is an old Terminal-Bench task", "make a Harbor task of it: rollcage tasks import"
+        return None, [Problem(str(path / "task.yaml"), None, message, remedy)]
+    task: Task | None = None
+    try:
+        root = read_toml(path / "task.toml", problems)
+        if root is None:
+            _check_without_toml(path, problems)
+        else:
+            task = _read_task(path, root, problems)
+    except (OSError, UnicodeError) as error:
+        problems.append(_unreadable(path, error))
+    problems = list(dict.fromkeys(problems))
+    return (None if problems else task), problems
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a task. A task without `[[steps]]` has exactly one, called `main`, at the task's root.
+def _read_task(path: Path, root: Table, problems: list[Problem]) -> Task:
+    check_version(root)
+    environment = read_environment(root.table("environment"))
+    if environment.docker_image is None:
+        environment = replace(environment, context=path / "environment")
+        check_build_context(path / "environment", environment.dockerfile, problems)
+    steps, network_mode = read_steps(root, path, environment, problems)
+    return Task(
+        name=read_name(root, path.resolve().name),
+        path=path,
+        digest=task_digest(path),
+        environment=replace(environment, network_mode=network_mode),
+        steps=steps,
+        multi_step_reward_strategy=root.choice("multi_step_reward_strategy", ("mean", "final"), "mean")
+        or "mean",
+        solution_env=root.table("solution").mapping("env"),
+        keywords=root.table("task").strings("keywords"),
+        metadata=read_metadata(root),
+        artifacts=read_artifacts(root),
+    )
 
-    `tests` and `solution` are directories on this machine; `solution` is None where there is none.
-    `workdir` holds files to be put into the task's workdir before the step (its `setup.sh` is run).
-    `min_reward`: below it the later steps are not run; a dict gives a floor for each reward key.
-    """
 
-    name: str
-    instruction: str
-    tests: Path
-    solution: Path | None
-    agent_timeout_sec: float | None = None
-    agent_user: str | int | None = None
-    verifier: Verifier = field(default_factory=Verifier)
-    workdir: Path | None = None
-    min_reward: float | dict[str, float] | None = None
-    healthcheck: Healthcheck | None = None
+def _check_without_toml(path: Path, problems: list[Problem]) -> None:
+    """What can be said while task.toml cannot be read: it may name an image, and it may have steps."""
+    if not os.path.lexists(path / "steps"):
+        read_instruction(path / "instruction.md", problems)
+        check_tests(path / "tests", None, problems)
 
 
-@dataclass(frozen=True)
-class Task:
-    """One task, read and checked. `digest` is the sha256 (hex) of its files; see `task_digest`."""
-
-    name: str
-    path: Path
-    digest: str
-    environment: Environment
-    steps: tuple[Step, ...]
-    multi_step_reward_strategy: str = "mean"
-    solution_env: dict[str, str] = field(default_factory=dict)
-    keywords: tuple[str, ...] = ()
-    metadata: dict[str, Any] = field(default_factory=dict)
-    artifacts: tuple[Any, ...] = ()
+def _unreadable(path: Path, error: OSError | UnicodeError) -> Problem:
+    if isinstance(error, OSError):
+        return Problem(
+            str(error.filename or path), None, f"cannot be read: {error.strerror}", "make it readable"
+        )
+    return Problem(str(path), None, f"holds text that is not UTF-8: {error}", "save its files as UTF-8")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollcage.rollout.outcome import Evidence, Outcome, Stage
 
@@ -128,6 +128,15 @@ class Reward:
     """Steps that were not run because an earlier one stayed below its `min_reward`."""
 
 
+class RolloutKey(NamedTuple):
+    """Names one rollout: what no two rollouts share."""
+
+    job: str
+    agent: str
+    task: str
+    sample: int
+
+
 @dataclass
 class Attempt:
     """The one record in which every attempt ends.
@@ -159,6 +168,11 @@ class Attempt:
     trajectory: Trajectory | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     """What an agent or a user's own code wants kept; JSON values only."""
+
+    @property
+    def key(self) -> RolloutKey:
+        """The rollout that this is an attempt at."""
+        return RolloutKey(self.job, self.agent, self.task, self.sample)
 
     @property
     def reward_valid(self) -> bool:

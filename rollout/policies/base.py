@@ -33,7 +33,8 @@ class Sampling:
 class Completion:
     """One answer. `ids` and `logprobs` have one length; both are empty where the policy has no tokens.
 
-    `prompt_ids` are the ids that the engine saw. `finish_reason` is `stop` or `length`.
+    `prompt_ids` are the ids that the engine saw. `finish_reason` is `stop` or `length`. `policy` and `version`
+    say who answered.
     """
 
     text: str
@@ -41,6 +42,7 @@ class Completion:
     prompt_ids: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    policy: str = ""
     version: int = 0
     queue_seconds: float = 0.0
     generate_seconds: float = 0.0

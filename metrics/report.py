@@ -1,0 +1,235 @@
+"""What became of a run, from its files alone: `summarize` counts, `render` (`terminal.py`) shows.
+
+A rate is passed / (passed + failed): invalid and cancelled rollouts are in no rate, and stand beside it with what
+the rate would be had every invalid rollout failed, and had every one passed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rollcage.metrics.statistics import invalid_bounds, pass_at_each_k, pass_rate, quantile, wilson
+from rollcage.metrics.terminal import render
+from rollcage.rollout.arrow import Location, read_batches
+from rollcage.rollout.outcome import BY_NAME, TABLE, Domain, Outcome, Quarantine
+from rollcage.rollout.trajectory import Phase
+
+__all__ = ["render", "summarize"]
+
+EXAMPLES = 3
+"""Pieces of evidence shown for each error class."""
+
+_ROLLOUT_COLUMNS = (
+    "agent", "task", "task_digest", "sample", "attempt_id", "outcome", "error_class", "evidence", "attempts",
+    "group_size", "started_at", "ended_at",
+)  # fmt: skip
+_ATTEMPT_COLUMNS = (
+    "agent", "task", "sample", "outcome", "error_class", "evidence", "started_at", "ended_at", "phases",
+    "infra_seconds", "turn_count", "command_count", "prompt_tokens", "completion_tokens",
+)  # fmt: skip
+
+
+@dataclass
+class _Count:
+    """Rollouts of one task, one agent or the whole run."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    error_classes: Counter[str] = field(default_factory=Counter)
+    digests: set[str] = field(default_factory=set)
+    quarantined: str | None = None
+    group_size: int = 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.outcomes[row["outcome"]] += 1
+        self.digests.add(row["task_digest"])
+        self.group_size = max(self.group_size, row["group_size"])
+        if error_class := row["error_class"]:
+            self.error_classes[error_class] += 1
+            if row["outcome"] == Outcome.INVALID and _quarantines(error_class, row["attempts"]):
+                self.quarantined = error_class
+
+    @property
+    def valid(self) -> tuple[int, int]:
+        """Valid rollouts, and those of them that passed."""
+        passed = self.outcomes[Outcome.PASSED]
+        return passed + self.outcomes[Outcome.FAILED], passed
+
+    def report(self) -> dict[str, Any]:
+        valid, passed = self.valid
+        failed, invalid = self.outcomes[Outcome.FAILED], self.outcomes[Outcome.INVALID]
+        interval = wilson(passed, valid) if valid else None
+        bounds = invalid_bounds(passed, failed, invalid)
+        return {
+            "rollouts": self.outcomes.total(),
+            **{outcome.value: self.outcomes[outcome] for outcome in Outcome},
+            "pass_rate": pass_rate(passed, failed),
+            "pass_rate_low": interval and interval.low,
+            "pass_rate_high": interval and interval.high,
+            "pass_rate_worst": bounds and bounds.low,
+            "pass_rate_best": bounds and bounds.high,
+        }
+
+
+def summarize(run: str | Path | Location) -> dict[str, Any]:
+    """The report of a run as JSON values, whether the run is finished, killed or going on (`finished`).
+
+    Counts are rollouts where nothing else is said; rates are None where there is nothing to divide by; times
+    are seconds. `tasks` has an entry for each (agent, task). `pass_at_k` is the mean over the tasks of one
+    agent, so that a run of several agents has it under `by_agent` only. `attempt_errors` counts attempts,
+    those that were tried again too; `evidence` has examples of each. Raises `NoRun`.
+    """
+    location = Location.of(run)
+    summary = location.read_json("summary.json")
+    whole, agents, tasks = (
+        _Count(),
+        defaultdict[str, _Count](_Count),
+        defaultdict[tuple[str, str], _Count](_Count),
+    )
+    evidence = _Examples()
+    retries = 0
+    times = _Times()
+    for row in _rows(location, "rollouts", _ROLLOUT_COLUMNS):
+        for count in (whole, agents[row["agent"]], tasks[row["agent"], row["task"]]):
+            count.add(row)
+        retries += max(0, row["attempts"] - 1)
+        times.add(row)
+        if not row["attempt_id"]:
+            # No attempt decided it, its task was quarantined: no row of `attempts` says why.
+            evidence.add(row)
+
+    attempts = 0
+    totals: Counter[str] = Counter()
+    attempt_errors: Counter[str] = Counter()
+    phases: dict[str, list[float]] = defaultdict(list)
+    infra_seconds = 0.0
+    for row in _rows(location, "attempts", _ATTEMPT_COLUMNS):
+        attempts += 1
+        times.add(row)
+        infra_seconds += row["infra_seconds"]
+        for name in ("turn_count", "command_count", "prompt_tokens", "completion_tokens"):
+            totals[name] += row[name]
+        for phase, seconds in row["phases"].items():
+            if seconds is not None:
+                phases[phase].append(seconds)
+        if row["error_class"]:
+            attempt_errors[row["error_class"]] += 1
+            evidence.add(row)
+
+    wall = (summary or {}).get("wall_seconds") or times.span
+    report = whole.report()
+    per_task = [
+        {
+            "agent": agent,
+            "task": task,
+            "digest": " ".join(sorted(count.digests)),
+            **count.report(),
+            "error_classes": _in_table_order(count.error_classes),
+            "quarantined": count.quarantined,
+            "group_size": count.group_size,
+        }
+        for (agent, task), count in sorted(tasks.items())
+    ]
+    per_agent = {
+        agent: count.report()
+        | {"pass_at_k": _pass_at_k(entry for (a, _), entry in tasks.items() if a == agent)}
+        for agent, count in sorted(agents.items())
+    }
+    return {
+        "run": str(location),
+        "finished": summary is not None,
+        **report,
+        "attempts": attempts,
+        "retries": retries,
+        "by_error_class": _in_table_order(whole.error_classes),
+        "by_domain": _by_domain(whole.error_classes),
+        "attempt_errors": _in_table_order(attempt_errors),
+        "wall_seconds": wall,
+        "rollouts_per_second": report["rollouts"] / wall if wall else None,
+        "pass_at_k": next(iter(per_agent.values()))["pass_at_k"] if len(per_agent) == 1 else None,
+        "by_agent": per_agent,
+        "phases": {
+            phase.value: {
+                "count": len(phases[phase]),
+                "p50": quantile(phases[phase], 0.5),
+                "p95": quantile(phases[phase], 0.95),
+                "total": sum(phases[phase]),
+            }
+            for phase in Phase
+        },
+        "infra_seconds": infra_seconds,
+        "turns": totals["turn_count"],
+        "commands": totals["command_count"],
+        "prompt_tokens": totals["prompt_tokens"],
+        "completion_tokens": totals["completion_tokens"],
+        "completion_tokens_per_second": totals["completion_tokens"] / wall if wall else None,
+        "quarantined": [entry for entry in per_task if entry["quarantined"]],
+        "tasks": per_task,
+        "evidence": evidence.by_error_class(),
+    }
+
+
+class _Examples:
+    """The first pieces of evidence of each error class that differ in task or message."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[tuple[str, str], dict[str, Any]]] = defaultdict(dict)
+
+    def add(self, row: dict[str, Any]) -> None:
+        evidence, found = row["evidence"], self._found[row["error_class"]]
+        if evidence and len(found) < EXAMPLES:
+            place = {key: row[key] for key in ("agent", "task", "sample")}
+            found.setdefault((row["task"], evidence["message"]), place | evidence)
+
+    def by_error_class(self) -> dict[str, list[dict[str, Any]]]:
+        return {row.name: list(self._found[row.name].values()) for row in TABLE if self._found.get(row.name)}
+
+
+class _Times:
+    """First start and last end of anything that is added."""
+
+    def __init__(self) -> None:
+        self._first: datetime | None = None
+        self._last: datetime | None = None
+
+    def add(self, row: dict[str, Any]) -> None:
+        started, ended = row["started_at"], row["ended_at"]
+        if started is not None and (self._first is None or started < self._first):
+            self._first = started
+        if ended is not None and (self._last is None or ended > self._last):
+            self._last = ended
+
+    @property
+    def span(self) -> float | None:
+        """Seconds between them; None where nothing ever started and ended."""
+        if self._first is None or self._last is None:
+            return None
+        return (self._last - self._first).total_seconds()
+
+
+def _rows(location: Location, table: str, columns: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for batch in read_batches(location, table, tuple(columns)):
+        yield from batch.to_pylist()
+
+
+def _quarantines(error_class: str, attempts: int) -> bool:
+    row = BY_NAME[error_class]
+    if row.quarantine is Quarantine.AFTER_RETRIES:
+        return attempts == 0 or attempts > row.retries
+    return row.quarantine is Quarantine.AT_ONCE
+
+
+def _in_table_order(counts: Counter[str]) -> dict[str, int]:
+    return {row.name: counts[row.name] for row in TABLE if counts[row.name]}
+
+
+def _by_domain(counts: Counter[str]) -> dict[str, int]:
+    return {domain.value: sum(counts[row.name] for row in TABLE if row.domain is domain) for domain in Domain}
+
+
+def _pass_at_k(tasks: Iterable[_Count]) -> list[dict[str, Any]]:
+    return [entry._asdict() for entry in pass_at_each_k([count.valid for count in tasks])]

@@ -1,0 +1,172 @@
+"""A run's report as tables for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rollcage.rollout.outcome import TABLE, Outcome
+
+TASKS = 50
+"""Rows of the table of tasks."""
+
+_COLOURS = {
+    Outcome.PASSED: "green",
+    Outcome.FAILED: "yellow",
+    Outcome.INVALID: "red",
+    Outcome.CANCELLED: "bright_black",
+}
+
+
+def render(summary: dict[str, Any]) -> RenderableType:
+    """What `summarize` gave, for a terminal of 80 columns or more."""
+    parts: list[RenderableType] = [_headline(summary), _outcomes(summary)]
+    if any(len(agent["pass_at_k"]) > 1 for agent in summary["by_agent"].values()):
+        parts.append(_pass_at_k(summary))
+    if summary["attempt_errors"] or summary["by_error_class"]:
+        parts.append(_errors(summary))
+    parts += [_tasks(summary), _phases(summary)]
+    if summary["evidence"]:
+        parts.append(_evidence(summary))
+    return Group(*parts)
+
+
+def _headline(summary: dict[str, Any]) -> Text:
+    text = Text()
+    if not summary["finished"]:
+        text.append("This run has not ended: it is still going on, or was killed. ", style="bold yellow")
+        text.append("What follows is what has been written so far.\n", style="yellow")
+    speed = summary["rollouts_per_second"]
+    text.append(f"{summary['rollouts']} rollouts", style="bold")
+    text.append(f", {summary['attempts']} attempts ({summary['retries']} retries)")
+    if speed is not None:
+        text.append(f" in {_duration(summary['wall_seconds'])}, {speed:.2f} rollouts/s")
+    if summary["completion_tokens"]:
+        text.append(f", {summary['completion_tokens']:,} tokens sampled")
+    return text
+
+
+def _outcomes(summary: dict[str, Any]) -> Table:
+    outcomes = _shown_outcomes(summary)
+    with_invalid = ["if invalid failed / passed"] if summary["invalid"] else []
+    table = _table(
+        "Outcomes", "agent", *(f">{o}" for o in outcomes), ">pass rate", "95% interval", *with_invalid
+    )
+    for agent, entry in summary["by_agent"].items():
+        bounds = _range(entry["pass_rate_worst"], entry["pass_rate_best"], " / ")
+        table.add_row(
+            Text(agent),
+            *(_count(entry[outcome], _COLOURS[outcome]) for outcome in outcomes),
+            _percent(entry["pass_rate"]),
+            _range(entry["pass_rate_low"], entry["pass_rate_high"], " to "),
+            *([bounds if entry["invalid"] else ""] if with_invalid else []),
+        )
+    return table
+
+
+def _pass_at_k(summary: dict[str, Any]) -> Table:
+    """Powers of two and the last k: as many as fit on a line."""
+    last = max(entry["k"] for agent in summary["by_agent"].values() for entry in agent["pass_at_k"])
+    ks = [k for k in range(1, last + 1) if k.bit_count() == 1 or k == last]
+    table = _table("pass@k, mean over the tasks with k valid samples", "agent", *(f">@{k}" for k in ks))
+    for agent, entry in summary["by_agent"].items():
+        at = {each["k"]: f"{each['value']:.2f} ({each['tasks']})" for each in entry["pass_at_k"]}
+        table.add_row(Text(agent), *(at.get(k, "-") for k in ks))
+    return table
+
+
+def _errors(summary: dict[str, Any]) -> Table:
+    table = _table("How attempts ended, where they did not just pass or fail",
+                   "error class", "domain", ">attempts", ">rollouts", "meaning")  # fmt: skip
+    attempts, rollouts = summary["attempt_errors"], summary["by_error_class"]
+    for row in TABLE:
+        if row.name in attempts or row.name in rollouts:
+            counts = (str(count.get(row.name, 0)) for count in (attempts, rollouts))
+            table.add_row(row.name, row.domain.value, *counts, row.meaning)
+    return table
+
+
+def _tasks(summary: dict[str, Any]) -> Table:
+    """Tasks in trouble first, and no more than fit on a few screens."""
+    outcomes = _shown_outcomes(summary)
+    table = _table("Tasks", "task", "agent", *(f">{outcome}" for outcome in outcomes), ">pass rate", "errors")
+    ranked = sorted(summary["tasks"], key=lambda entry: -entry["invalid"])
+    for entry in ranked[:TASKS]:
+        errors = [f"{count} {name}" for name, count in entry["error_classes"].items()]
+        if entry["quarantined"]:
+            errors.insert(0, "quarantined:")
+        table.add_row(
+            Text(entry["task"], overflow="fold"),
+            Text(entry["agent"], overflow="fold"),
+            *(_count(entry[outcome], _COLOURS[outcome]) for outcome in outcomes),
+            _percent(entry["pass_rate"]),
+            Text("\n".join(errors), style="red" if entry["invalid"] else "", overflow="fold"),
+        )
+    if hidden := ranked[TASKS:]:
+        table.caption = f"and {len(hidden)} more; --json has them all"
+    return table
+
+
+def _phases(summary: dict[str, Any]) -> Table:
+    table = _table("Time by phase", "phase", ">p50", ">p95", ">total")
+    for phase, entry in summary["phases"].items():
+        if entry["count"]:
+            table.add_row(phase, *(_duration(entry[name]) for name in ("p50", "p95", "total")))
+    if summary["infra_seconds"]:
+        table.add_row("lost to infra", "", "", _duration(summary["infra_seconds"]), style="dim")
+    return table
+
+
+def _evidence(summary: dict[str, Any]) -> Table:
+    table = _table("Evidence", "error class", "attempt", "said by", "what was said")
+    for name, examples in summary["evidence"].items():
+        for number, example in enumerate(examples):
+            place = f"{example['task']} #{example['sample']} ({example['agent']})"
+            message = " ".join((example["message"] or example["log_tail"]).split())
+            table.add_row(
+                name if number == 0 else "",
+                Text(place, overflow="fold"),
+                Text(example["said_by"]),
+                Text(message if len(message) <= 300 else f"{message[:300]}...", overflow="fold"),
+            )
+    return table
+
+
+def _table(title: str, *headers: str) -> Table:
+    """A table with these headers; one that starts with `>` is a column of numbers."""
+    table = Table(
+        title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, caption_justify="left"
+    )
+    for header in headers:
+        table.add_column(header.lstrip(">"), justify="right" if header.startswith(">") else "left")
+    return table
+
+
+def _shown_outcomes(summary: dict[str, Any]) -> list[Outcome]:
+    """Cancelled ones have a column only where there are some."""
+    return [outcome for outcome in Outcome if outcome is not Outcome.CANCELLED or summary["cancelled"]]
+
+
+def _count(number: int, style: str) -> Text:
+    return Text(str(number), style=style if number else "dim")
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.1f}%"
+
+
+def _range(low: float | None, high: float | None, between: str) -> str:
+    return "" if low is None else f"{_percent(low)}{between}{_percent(high)}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"

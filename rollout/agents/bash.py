@@ -1,0 +1,198 @@
+"""The plain loop: the policy answers with one bash block, it is run, its output goes back.
+
+An answer holds exactly one fenced block labelled `bash`, `sh` or `shell`, or else exactly one without a label;
+text around it is free. The agent is done when the last line of a block is `submit` (or mini-swe-agent's
+`echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`); the lines before it are run first. Only what the policy wrote can
+end the run, never what the sandbox printed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rollcage.rollout.agents.base import AgentContext
+from rollcage.rollout.agents.commands import run_command
+from rollcage.rollout.outcome import AgentStopped
+from rollcage.rollout.policies.base import Completion
+from rollcage.rollout.sandbox.base import CommandResult
+from rollcage.rollout.trajectory import Message, Turn
+
+DONE = ("submit", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+LABELS = ("bash", "sh", "shell")
+
+_FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What an answer asks for: a command to run (empty: none), and whether the agent is done behind it."""
+
+    command: str
+    done: bool
+
+
+def parse_action(answer: str) -> Action:
+    """The one action of an answer. Raises `ValueError` that tells the policy what is wrong."""
+    blocks = _blocks(answer)
+    labelled = [body for label, body in blocks if label in LABELS]
+    chosen = labelled or [body for label, body in blocks if not label]
+    if len(chosen) != 1:
+        raise ValueError(f"it held {len(chosen) or 'no'} bash block{'s' if len(chosen) > 1 else ''}")
+    lines = chosen[0].strip().splitlines()
+    done = bool(lines) and lines[-1].strip().replace("'", "").replace('"', "") in DONE
+    command = "\n".join(lines[:-1] if done else lines).strip()
+    if not command and not done:
+        raise ValueError("its bash block was empty")
+    return Action(command, done)
+
+
+class BashAgent:
+    """See the module. `system_prompt` and `task_prompt` replace the files beside this one: a text, or the path
+    of a file that ends in `.md` or `.txt`; `{instruction}` in the latter is the step's instruction. An empty
+    `system_prompt` leaves the system message out.
+
+    Limits, each ending the agent with the error class in brackets: `max_turns` answers a step (`turn_limit`),
+    `max_tokens` sampled tokens an attempt (`token_limit`; None: no limit), `max_malformed` answers in a row
+    without one action (`malformed_actions`). `command_timeout_sec` stops a command and goes on;
+    `output_bytes` is what a command's stdout, and its stderr, may show.
+    """
+
+    name = "bash"
+    needs_policy = True
+
+    def __init__(
+        self,
+        *,
+        max_turns: int = 30,
+        max_tokens: int | None = None,
+        max_malformed: int = 3,
+        command_timeout_sec: float = 60.0,
+        output_bytes: int = 10_000,
+        system_prompt: str | None = None,
+        task_prompt: str | None = None,
+    ) -> None:
+        if max_turns < 1 or max_malformed < 1 or output_bytes < 1 or command_timeout_sec <= 0:
+            raise ValueError("max_turns, max_malformed, output_bytes and command_timeout_sec must be above 0")
+        self.max_turns = max_turns
+        self.max_tokens = max_tokens
+        self.max_malformed = max_malformed
+        self.command_timeout_sec = command_timeout_sec
+        self.output_bytes = output_bytes
+        self.system_prompt = _prompt(system_prompt, "bash_system.md")
+        self.task_prompt = _prompt(task_prompt, "bash_task.md")
+
+    async def run(self, context: AgentContext) -> None:
+        new = self._opening(context)
+        malformed = 0
+        for _ in range(self.max_turns):
+            turn = await self._answer(context, new)
+            try:
+                action = parse_action(turn.text)
+            except ValueError as problem:
+                turn.malformed = True
+                malformed += 1
+                if malformed >= self.max_malformed:
+                    said = f"{malformed} answers in a row held no action that could be read; of the last, {problem}"
+                    raise AgentStopped("malformed_actions", said) from None
+                new = [Message("user", _malformed(problem, turn), turn.index)]
+                continue
+            malformed = 0
+            if action.command:
+                result = await run_command(
+                    context,
+                    turn,
+                    action.command,
+                    timeout=self.command_timeout_sec,
+                    output_bytes=self.output_bytes,
+                )
+                new = [Message("user", observation(result), turn.index)]
+                context.emit(new[0].content)
+            if action.done:
+                return
+        raise AgentStopped("turn_limit", f"the agent was not done after {self.max_turns} turns")
+
+    def _opening(self, context: AgentContext) -> list[Message]:
+        opening = [] if context.trajectory.messages else [Message("system", self.system_prompt)]
+        task = self.task_prompt.replace("{instruction}", context.step.instruction.strip())
+        return [message for message in (*opening, Message("user", task)) if message.content]
+
+    async def _answer(self, context: AgentContext, new: list[Message]) -> Turn:
+        """Ask the policy. What is asked and what is answered is in the trajectory at once."""
+        assert context.session is not None, "the rollout opens a session for agents that need a policy"
+        trajectory, sampling = context.trajectory, context.sampling
+        if self.max_tokens is not None:
+            left = self.max_tokens - sum(turn.completion_len for turn in trajectory.turns)
+            if left <= 0:
+                raise AgentStopped("token_limit", f"the agent used its {self.max_tokens} tokens")
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
+        trajectory.messages += new
+        with context.clock.held():
+            completion, segment = await context.session.complete(new, sampling)
+        context.clock.charge(completion.generate_seconds)
+        turn = _turn(len(trajectory.turns), completion, segment)
+        trajectory.turns.append(turn)
+        trajectory.messages.append(Message("assistant", completion.text, turn.index))
+        context.emit(completion.text)
+        return turn
+
+
+def observation(result: CommandResult) -> str:
+    """What the policy is told of a command."""
+    status = "none" if result.exit_code is None else str(result.exit_code)
+    lines = [f"<exit_code>{status}</exit_code>", *_section("stdout", result.stdout)]
+    lines += _section("stderr", result.stderr)
+    if result.omitted_bytes:
+        lines.append(f"[{result.omitted_bytes} bytes of output were left out]")
+    if result.note:
+        lines.append(result.note)
+    return "\n".join(lines)
+
+
+def _section(name: str, content: bytes) -> list[str]:
+    text = content.decode("utf-8", "replace").rstrip("\n")
+    return [f"<{name}>", text, f"</{name}>"] if text else []
+
+
+def _malformed(problem: ValueError, turn: Turn) -> str:
+    cut = " It was cut off at the token limit." if turn.finish_reason == "length" else ""
+    return (
+        f"Your answer could not be read: {problem}.{cut} Answer with exactly one block:\n"
+        "```bash\nyour command\n```\nWhen the task is done, the command is: submit"
+    )
+
+
+def _turn(index: int, completion: Completion, segment: int | None) -> Turn:
+    return Turn(
+        index=index,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        segment=segment,
+        prompt_len=len(completion.prompt_ids),
+        completion_len=len(completion.ids),
+        policy=completion.policy,
+        policy_version=completion.version,
+        queue_seconds=completion.queue_seconds,
+        generate_seconds=completion.generate_seconds,
+    )
+
+
+def _blocks(answer: str) -> Sequence[tuple[str, str]]:
+    """Label and body of each closed fence; an open one at the end is no block."""
+    marks = list(_FENCE.finditer(answer.replace("\r\n", "\n")))
+    text = answer.replace("\r\n", "\n")
+    blocks = []
+    while len(marks) >= 2:
+        start, end, *marks = marks
+        blocks.append((start[1].strip().lower(), text[start.end() : end.start()]))
+    return blocks
+
+
+def _prompt(given: str | None, default: str) -> str:
+    if given is None:
+        return (Path(__file__).parent / default).read_text(encoding="utf-8").strip()
+    if given.endswith((".md", ".txt")) and "\n" not in given:
+        return Path(given).read_text(encoding="utf-8").strip()
+    return given.strip()

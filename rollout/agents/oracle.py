@@ -1,0 +1,48 @@
+"""The agent that runs the task's own solution. What it cannot pass, no policy can."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from rollcage.rollout.agents.base import AgentContext
+from rollcage.rollout.agents.commands import add_turn, run_command
+from rollcage.rollout.outcome import Evidence, TaskError
+from rollcage.rollout.task import ignore_patterns
+
+SOLUTION = "/solution"
+SCRIPT = f"{SOLUTION}/solve.sh"
+
+
+class OracleAgent:
+    """Uploads the step's `solution/` to `/solution` and runs its `solve.sh` in the agent's shell, with the
+    task's `[solution.env]`. A script that fails is simply done: the verifier has the last word.
+
+    Raises `TaskError` (`task_malformed`) where the step has no `solve.sh`.
+    """
+
+    name = "oracle"
+    needs_policy = False
+
+    async def run(self, context: AgentContext) -> None:
+        solution = context.step.solution
+        if solution is None or not (solution / "solve.sh").is_file():
+            said = f"step {context.step.name} of {context.task.name} has no solution/solve.sh for the oracle"
+            raise TaskError("task_malformed", said, Evidence(said, "task files"))
+        if context.trajectory.turns:  # an earlier step's solution must not mix with this one's
+            await context.sandbox.exec(["rm", "-rf", SOLUTION], user="root")
+        await context.sandbox.upload(solution, SOLUTION, exclude=ignore_patterns(solution))
+        if (script := _repaired(solution / "solve.sh")) is not None:
+            await context.sandbox.write({SCRIPT: script}, mode=0o755)
+        env = "".join(
+            f"{name}={shlex.quote(value)} " for name, value in sorted(context.task.solution_env.items())
+        )
+        result = await run_command(context, add_turn(context.trajectory), f"{env}{SCRIPT}")
+        context.emit(f"solve.sh ended with status {result.exit_code}")
+
+
+def _repaired(script: Path) -> bytes | None:
+    """The script with Unix line ends, or None where it can be run as it was uploaded."""
+    content = script.read_bytes()
+    runnable = script.stat().st_mode & 0o555 == 0o555
+    return None if runnable and b"\r\n" not in content else content.replace(b"\r\n", b"\n")

@@ -1,0 +1,144 @@
+"""The agent that runs the commands of a recorded trajectory again, in their order, without a policy.
+
+`path` is one of
+- a run directory: the rollout of the same task and sample (`rollouts/`, `arrow.read_rollouts`);
+- a `.jsonl` or `.json` file of records `{"task": ..., "sample": ..., "commands": [...]}`, one a line, a list
+  of them, or a single one. `task` and `sample` may be left out: the record then serves any;
+- an ATIF trajectory (`trajectory.json`): the commands of its tool calls, for any task.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rollcage.rollout.agents.base import AgentContext
+from rollcage.rollout.agents.commands import add_turn, run_command
+
+COMMAND_TIMEOUT_SEC = 600.0
+"""A command that was stopped in the recorded attempt must not hold the replay for ever."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The commands of one trajectory, a tuple for each turn. `task` and `sample` None: for any."""
+
+    turns: tuple[tuple[str, ...], ...]
+    task: str | None = None
+    sample: int | None = None
+
+    def serves(self, task: str, sample: int) -> bool:
+        """True where this is the recording of the given rollout, or of any."""
+        return self.task in (None, task) and self.sample in (None, sample)
+
+
+class ReplayAgent:
+    """See the module. `task` and `sample` choose another recording than the rollout's own. Raises `ValueError`
+    where the file cannot be read (at once) or holds no recording for the rollout."""
+
+    name = "replay"
+    needs_policy = False
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        task: str | None = None,
+        sample: int | None = None,
+        command_timeout_sec: float = COMMAND_TIMEOUT_SEC,
+    ) -> None:
+        self.task = task
+        self.sample = sample
+        self.command_timeout_sec = command_timeout_sec
+        self.path = path
+        self._recordings = recordings(path)
+        self._step = 0
+
+    async def run(self, context: AgentContext) -> None:
+        """A recording holds all steps of a task; the first step runs all of it."""
+        step, self._step = self._step, self._step + 1
+        if step:
+            return
+        task = context.task.name if self.task is None else self.task
+        sample = context.sample if self.sample is None else self.sample
+        found = next((recording for recording in self._recordings if recording.serves(task, sample)), None)
+        if found is None:
+            raise ValueError(f"{self.path} holds no recording of {task}, sample {sample}")
+        for commands in found.turns:
+            turn = add_turn(context.trajectory)
+            for command in commands:
+                await run_command(context, turn, command, timeout=self.command_timeout_sec)
+
+
+@lru_cache(maxsize=8)
+def recordings(path: str) -> tuple[Recording, ...]:
+    """What `path` holds. Raises `ValueError` that names the place where it cannot be read."""
+    place = Path(path)
+    if place.is_dir():
+        return tuple(_of_run(place))
+    try:
+        text = place.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if place.suffix == ".jsonl":
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        return tuple(
+            _of_record(_parse(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines
+        )
+    content = _parse(text, path)
+    if isinstance(content, dict) and "steps" in content:
+        return (Recording(tuple(_of_atif(content["steps"], path))),)
+    records = content if isinstance(content, list) else [content]
+    return tuple(_of_record(record, f"{path}[{index}]") for index, record in enumerate(records))
+
+
+def _of_run(run: Path) -> Iterator[Recording]:
+    from rollcage.rollout.arrow import read_rollouts
+
+    for row in read_rollouts(run, columns=("task", "sample", "turns")).to_pylist():
+        turns = (tuple(command["command"] for command in turn["commands"]) for turn in row["turns"])
+        yield Recording(tuple(turns), row["task"], row["sample"])
+
+
+def _of_record(record: Any, place: str) -> Recording:
+    commands = record.get("commands") if isinstance(record, dict) else None
+    if not isinstance(commands, list) or not all(isinstance(command, str) for command in commands):
+        raise ValueError(f"{place}: a record needs `commands`, a list of texts")
+    task, sample = record.get("task"), record.get("sample")
+    if not isinstance(task, str | None) or not isinstance(sample, int | None):
+        raise ValueError(f"{place}: `task` is a name and `sample` a number")
+    return Recording(tuple((command,) for command in commands), task, sample)
+
+
+def _of_atif(steps: Any, place: str) -> Iterator[tuple[str, ...]]:
+    """The commands of each agent's step. Calls that name none (a mark that the task is done, keystrokes of a
+    terminal) cannot be replayed in a shell and are refused, not skipped, unless they are such a mark."""
+    if not isinstance(steps, list):
+        raise ValueError(f"{place}: `steps` is no list")
+    for step in steps:
+        calls = step.get("tool_calls") or []
+        if step.get("source") == "agent" and calls:
+            yield tuple(
+                command for call in calls for command in _of_call(call, f"{place}, step {step['step_id']}")
+            )
+
+
+def _of_call(call: dict[str, Any], place: str) -> Iterator[str]:
+    arguments = call.get("arguments") or {}
+    if isinstance(command := arguments.get("command", arguments.get("cmd")), str):
+        yield command
+    elif "keystrokes" in arguments:
+        raise ValueError(f"{place}: keystrokes need a terminal and cannot be replayed as commands")
+    elif call.get("function_name") not in ("mark_task_complete", "submit", "finish"):
+        raise ValueError(f"{place}: the call of {call.get('function_name')!r} names no command")
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: this is no JSON: {error.msg} in line {error.lineno}") from error

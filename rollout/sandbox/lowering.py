@@ -1,0 +1,278 @@
+"""Dockerfiles for any builder: what BuildKit alone can read, said as the classic builder can read it too.
+
+The result means what BuildKit would make of the original:
+
+- `RUN <<EOF` becomes `RUN [shell, body]`, with the shell that holds at that place. With an interpreter line
+  the body is written to a file in /dev, which no layer keeps, and started. `RUN cat <<EOF > /f` is given to
+  the shell with its body.
+- `COPY <<EOF /f` becomes a file beside the context with mode 0644, expanded here where its delimiter is not
+  quoted.
+- `COPY --chmod` of files in the context becomes a copy of them with those modes. `--link` and cache mounts
+  are left out: they make a build faster and nothing else.
+- Stages that the last one does not need are left out, and so are their base images.
+- `ARG TARGETARCH` and its like get their values.
+
+Anything else that needs BuildKit is refused as `unsupported`, by name and line. The rules are those of
+https://docs.docker.com/reference/dockerfile/ and of the frontend in https://github.com/moby/buildkit.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rollcage.rollout.sandbox.context import Context, InlineFile
+from rollcage.rollout.sandbox.copies import Copies
+from rollcage.rollout.sandbox.dockerfile import (
+    Dockerfile,
+    Heredoc,
+    Instruction,
+    Stage,
+    arg_values,
+    heredoc_name,
+    key_values,
+    parse,
+)
+from rollcage.rollout.sandbox.stages import Plan, add_args, expanded, platform_args
+from rollcage.rollout.sandbox.words import CLASSIC_LACKS, array, on_lines, quoted
+
+LOWERING_VERSION = 1
+"""Part of an image's digest: raise it when the same Dockerfile is lowered to something else."""
+
+DEFAULT_SHELL = ("/bin/sh", "-c")
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+ARGUMENT_CHARS = 30_000
+"""Linux takes 128 KiB in one argument; a character is 4 bytes at most."""
+
+START_SCRIPT = """\
+__f=/dev/pipes/$1 __n=$2 __tmp=
+shift 2
+mkdir -p /dev/pipes 2>/dev/null && [ -w /dev/pipes ] || __tmp=1 __f=$(mktemp) || exit
+while [ "$__n" -gt 0 ]; do printf %s "$1"; shift; __n=$((__n - 1)); done > "$__f" || exit
+chmod 755 "$__f" || exit
+if [ "$__tmp" ]; then exec 9< "$__f"; rm "$__f"; __f=/proc/self/fd/9; fi
+exec "$@" "$__f"
+"""
+"""Runs a body with an interpreter line as `/dev/pipes/NAME`, where BuildKit would mount it. Arguments: NAME, how
+many pieces the body has, the pieces, the shell. /dev is a tmpfs while a step runs, so no layer keeps the file; a
+user who may not write there gets an open file that has no name any more."""
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    """What an image brings that decides how a Dockerfile on top of it reads."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    shell: tuple[str, ...] = ()
+    onbuild: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A Dockerfile for the classic builder, and the files that it needs beside the context."""
+
+    dockerfile: str
+    files: tuple[InlineFile, ...]
+
+
+def lower(
+    dockerfile: Dockerfile,
+    context: Context,
+    *,
+    bases: Mapping[str, BaseConfig] | None = None,
+    build_args: Mapping[str, str] | None = None,
+    platform: str = "linux/amd64",
+    labels: Mapping[str, str] | None = None,
+) -> Lowered:
+    """Lower a Dockerfile over `context`.
+
+    `bases` has the configuration of each of `stages.base_images`; one that is missing counts as empty.
+    `labels` are set at the head of every stage, so that all images and containers of the build carry them.
+    Raises `DockerfileError`: `dockerfile_parse`, `unsupported`, or `image_build` for a source that the
+    context lacks.
+    """
+    plan = Plan.of(dockerfile, build_args or {}, platform)
+    work = _Lowering(plan, Copies(plan, context), dict(bases or {}), dict(labels or {}))
+    head = [] if dockerfile.escape == "\\" else [f"# escape={dockerfile.escape}"]
+    lines = [*head, *(at.verbatim for at in dockerfile.global_args)]
+    for index in plan.needed:
+        lines += work.stage(index)
+    return Lowered("\n".join(lines) + "\n", tuple(work.copies.files))
+
+
+@dataclass
+class _State:
+    """What holds at one place of a stage. `args` are the ARGs among `env`."""
+
+    env: dict[str, str]
+    shell: tuple[str, ...]
+    args: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Lowering:
+    """Lowers stage after stage. `ends` holds how each one ended, for the stages based on it."""
+
+    plan: Plan
+    copies: Copies
+    bases: dict[str, BaseConfig]
+    labels: dict[str, str]
+    ends: dict[int, _State] = field(default_factory=dict)
+    index: int = 0
+    state: _State = field(default_factory=lambda: _State({}, ()))
+
+    @property
+    def dockerfile(self) -> Dockerfile:
+        return self.plan.dockerfile
+
+    @property
+    def escape(self) -> str:
+        return self.plan.dockerfile.escape
+
+    def stage(self, index: int) -> list[str]:
+        self.index = index
+        stage = self.dockerfile.stages[index]
+        base = self.plan.base_stage[index]
+        name = f" AS {stage.name}" if stage.name else ""
+        lines = [f"FROM {self._platform(stage)}{self.plan.bases[index]}{name}"]
+        if base is None:
+            config = self.bases.get(self.plan.bases[index], BaseConfig())
+            self.state = _State({"PATH": DEFAULT_PATH, **config.env}, config.shell or DEFAULT_SHELL)
+            if self.labels:
+                pairs = (f"{key}={quoted(value, self.escape)}" for key, value in self.labels.items())
+                lines.append("LABEL " + " ".join(pairs))
+            self._onbuild(stage, config.onbuild)
+        else:
+            before = self.ends[base]
+            self.state = _State(dict(before.env), before.shell, dict(before.args))
+            lines += [f"ARG {key}={quoted(value, self.escape)}" for key, value in before.args.items()]
+        for at in stage.instructions:
+            lines += self._instruction(at)
+        self.ends[index] = self.state
+        return lines
+
+    def _platform(self, stage: Stage) -> str:
+        if stage.platform is None:
+            return ""
+        platform = expanded(self.dockerfile, stage.start, stage.platform, self.plan.global_env)
+        return "" if platform == self.plan.platform else f"--platform={platform} "
+
+    def _onbuild(self, stage: Stage, triggers: Sequence[str]) -> None:
+        """The base image's triggers, which run before the stage's first instruction."""
+        for trigger in triggers:
+            at = parse(f"FROM scratch\n{trigger}").stages[0].instructions[0]
+            if at.keyword in ("COPY", "ADD") and at.flag("from") is None:
+                raise self.dockerfile.unsupported(
+                    stage.start,
+                    f"the base image {self.plan.bases[self.index]} has ONBUILD {trigger}",
+                    "use a base image without ONBUILD and copy the files yourself",
+                )
+            self._instruction(replace(at, line=stage.start.line))
+
+    def _instruction(self, at: Instruction) -> list[str]:
+        """The instructions that take this one's place."""
+        if at.keyword not in ("RUN", "CMD", "ENTRYPOINT", "SHELL", "ONBUILD", "HEALTHCHECK"):
+            self._refuse_new_substitutions(at)
+        match at.keyword:
+            case "RUN":
+                return [self._run(at)]
+            case "COPY" | "ADD":
+                return self.copies.lower(at, self.index, self.state.env)
+            case "ARG":
+                return self._arg(at)
+            case "ONBUILD" if at.trigger is not None and at.heredocs:
+                if at.trigger.keyword != "RUN":
+                    raise self.dockerfile.unsupported(
+                        at, f"ONBUILD {at.trigger.keyword} with a heredoc", "copy a file instead"
+                    )
+                return ["ONBUILD " + self._run(at.trigger)]
+            case "HEALTHCHECK" if at.flag("start-interval") is not None:
+                flags = [flag for flag in at.flags if not flag.startswith("--start-interval")]
+                return [" ".join(["HEALTHCHECK", *flags, at.rest])]
+            case "ENV":
+                pairs = [(key, self._expanded(at, value)) for key, value in key_values(at, self.escape)]
+                self.state.env.update(pairs)
+            case "USER" | "WORKDIR" | "STOPSIGNAL":
+                self._expanded(at, at.rest)
+            case "SHELL":
+                self.state.shell = at.json or ()
+        return [at.verbatim]
+
+    def _arg(self, at: Instruction) -> list[str]:
+        state = self.state
+        add_args(self.dockerfile, at, state.env, self.plan.build_args, self.plan.global_env, state.args)
+        names = arg_values(at, self.escape)
+        if not any(default is None and key in platform_args("") for key, default in names):
+            return [at.verbatim]
+        return [
+            f"ARG {key}" + (f"={quoted(state.args[key], self.escape)}" if key in state.args else "")
+            for key, _ in names
+        ]
+
+    def _run(self, at: Instruction) -> str:
+        for flag in at.flags:
+            if not _changes_nothing(flag):
+                raise self.dockerfile.unsupported(
+                    at, f"RUN {flag} needs BuildKit", _instead_of(flag), flag.split("=")[0]
+                )
+        if at.heredocs:
+            return "RUN " + array(self._heredoc_command(at), self.escape)
+        return on_lines("RUN " + at.rest, self.escape) if at.flags else at.verbatim
+
+    def _heredoc_command(self, at: Instruction) -> list[str]:
+        """What BuildKit would start for a RUN with heredocs."""
+        for heredoc in at.heredocs:
+            self._refuse_what_a_shell_cannot_read(heredoc)
+        if heredoc_name(at.rest) is None:
+            bodies = "".join(f"\n{heredoc.body}{heredoc.name}" for heredoc in at.heredocs)
+            return [*self.state.shell, at.rest + bodies]
+        script = at.heredocs[0].content
+        if not script.startswith("#!"):
+            return [*self.state.shell, script]
+        pieces = [script[start : start + ARGUMENT_CHARS] for start in range(0, len(script), ARGUMENT_CHARS)]
+        name = posixpath.basename(at.heredocs[0].name)
+        return ["/bin/sh", "-c", START_SCRIPT, "sh", name, str(len(pieces)), *pieces, *self.state.shell]
+
+    def _refuse_what_a_shell_cannot_read(self, heredoc: Heredoc) -> None:
+        for bad, said, remedy in (
+            (
+                "\r\n",
+                "ends in CR LF, and to a shell the CR is part of a word",
+                "save the file with LF line ends",
+            ),
+            ("\0", "has a NUL byte", "take it out"),
+            ("[\ud800-\udfff]", "is not UTF-8", "save the file as UTF-8"),
+        ):
+            if found := re.search(bad, heredoc.body):
+                line = heredoc.line + heredoc.body.count("\n", 0, found.start())
+                column = found.start() - heredoc.body.rfind("\n", 0, found.start())
+                raise self.dockerfile.error_at(line, column, f"this line of a RUN heredoc {said}", remedy)
+
+    def _refuse_new_substitutions(self, at: Instruction) -> None:
+        if lacks := CLASSIC_LACKS.search(at.rest):
+            raise self.dockerfile.unsupported(
+                at, f"the substitution {lacks[0]}...}} needs BuildKit", "compute it in a RUN step", lacks[0]
+            )
+
+    def _expanded(self, at: Instruction, text: str) -> str:
+        return expanded(self.dockerfile, at, text, self.state.env)
+
+
+def _changes_nothing(flag: str) -> bool:
+    """Whether a flag of RUN can be left out and the result stays the same."""
+    name, _, value = flag.removeprefix("--").partition("=")
+    if name == "mount":
+        options = dict(option.strip().partition("=")[::2] for option in value.split(","))
+        return options.get("type") == "cache" and "from" not in options
+    return (name, value) in (("network", "default"), ("security", "sandbox"))
+
+
+def _instead_of(flag: str) -> str:
+    if "type=bind" in flag or (flag.startswith("--mount") and "type=" not in flag):
+        return "COPY the files before this step"
+    if "type=secret" in flag or "type=ssh" in flag:
+        return "a build has no secrets; use a build argument or fetch the files beforehand"
+    return "take the flag out"

@@ -1,0 +1,64 @@
+"""Variables of the host that a task asks for, `${VAR}` and `${VAR:-default}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from rollcage.rollout.outcome import TaskError
+from rollcage.rollout.task_model import Task
+
+_REFERENCE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
+
+
+def resolve_env(mapping: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The mapping with references replaced by what `environ` says.
+
+    As in Harbor, a reference is the whole of a value: `${VAR}`, or `${VAR:-default}`, whose default is taken
+    where VAR is not set (an empty one is set). Any other value stays as it is, `$` and all.
+    Raises `TaskError` (`unsupported`) that names the variables that are not set and have no default.
+    """
+    missing = _missing(mapping, environ)
+    if missing:
+        names = ", ".join(sorted(set(missing.values())))
+        raise TaskError("unsupported", f"the task needs variables that are not set: {names}")
+    return {key: _resolved(value, environ) for key, value in mapping.items()}
+
+
+def missing_env(task: Task, environ: Mapping[str, str], *, solution: bool = True) -> list[tuple[str, str]]:
+    """Each (variable, where) that the task needs, that has no default and that `environ` does not set.
+
+    `where` names the table of task.toml, and the key. `solution=False` leaves `[solution].env` out: only the
+    oracle runs the solution.
+    """
+    tables: list[tuple[str, Mapping[str, str]]] = [("[environment].env", task.environment.env)]
+    for step in task.steps:
+        place = "[verifier" if len(task.steps) == 1 else f"[steps.{step.name}.verifier"
+        tables.append((f"{place}].env", step.verifier.env))
+        own = step.verifier.environment
+        if own is not None and own.env != task.environment.env:
+            tables.append((f"{place}.environment].env", own.env))
+    if solution:
+        tables.append(("[solution].env", task.solution_env))
+    return [
+        (variable, f"{table}.{key}")
+        for table, mapping in tables
+        for key, variable in _missing(mapping, environ).items()
+    ]
+
+
+def _missing(mapping: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Key to variable, for the references that cannot be resolved."""
+    found: dict[str, str] = {}
+    for key, value in mapping.items():
+        reference = _REFERENCE.fullmatch(value)
+        if reference and reference[2] is None and reference[1] not in environ:
+            found[key] = reference[1]
+    return found
+
+
+def _resolved(value: str, environ: Mapping[str, str]) -> str:
+    reference = _REFERENCE.fullmatch(value)
+    if reference is None:
+        return value
+    return environ.get(reference[1], reference[2] or "")

@@ -1,0 +1,295 @@
+"""TOML with line numbers: every wrong value is a `Problem` that says where, what and what to write instead.
+
+`tomllib` gives a line for a syntax error only. `key_lines` finds the others by scanning the text for headers and
+keys; it is only used on text that `tomllib` has read, so it need not understand everything. A key inside an
+inline table has no line of its own and gets the line of the nearest key above it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollcage.rollout.task_model import Problem
+
+MAX_BYTES = 1 << 20
+"""Nobody writes a task.toml of a megabyte; a file past it is something else under that name."""
+
+KeyPath = tuple[str | int, ...]
+
+_HEADER = re.compile(r"^\s*(\[\[?)([^\[\]]+)\]\]?\s*(#.*)?$")
+_KEY = re.compile(
+    r"^\s*((?:[\w-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"|'[^']*'))*)\s*=\s*(.*)$"
+)
+_PART = re.compile(r"\"([^\"]*)\"|'([^']*)'|([\w-]+)")
+
+
+def read_text(path: Path, problems: list[Problem], max_bytes: int = MAX_BYTES) -> str | None:
+    """The file's text, without a byte order mark, lines ended by `\\n`; None (and a problem) where it has none."""
+    file = str(path)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(max_bytes + 1)
+    except FileNotFoundError:
+        problems.append(Problem(file, None, "is missing", "write it, or give the path of a task"))
+        return None
+    except IsADirectoryError:
+        problems.append(Problem(file, None, "is a directory", "a file belongs here"))
+        return None
+    except OSError as error:
+        problems.append(Problem(file, None, f"cannot be read: {error.strerror}", "make it readable"))
+        return None
+    if len(raw) > max_bytes:
+        problems.append(
+            Problem(
+                file, None, f"is larger than {max_bytes:,} bytes", "is it the right file? make it shorter"
+            )
+        )
+        return None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        problems.append(
+            Problem(file, line, f"is not UTF-8: byte 0x{raw[error.start]:02x}", "save the file as UTF-8")
+        )
+        return None
+    return text.replace("\r\n", "\n")
+
+
+def read_toml(path: Path, problems: list[Problem]) -> Table | None:
+    """The file's root table; None (and a problem) where it cannot be read as TOML."""
+    text = read_text(path, problems)
+    if text is None:
+        return None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        where = re.search(r"at line (\d+)", str(error))
+        line = int(where[1]) if where else text.count("\n") + 1
+        problems.append(Problem(str(path), line, f"does not parse: {error}", "correct the TOML syntax"))
+        return None
+    except RecursionError:
+        problems.append(Problem(str(path), None, "is nested too deep", "is it the right file?"))
+        return None
+    return Table(values, (), _Document(str(path), key_lines(text), problems))
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """The line (from 1) of each header and key; elements of an array of tables are counted from 0."""
+    lines: dict[KeyPath, int] = {}
+    counts: dict[KeyPath, int] = {}
+    prefix: KeyPath = ()
+    closing = ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if closing:
+            closing = "" if closing in line else closing
+            continue
+        if header := _HEADER.match(line):
+            prefix = _absolute(header[2], counts)
+            if header[1] == "[[":
+                counts[prefix] = counts.get(prefix, -1) + 1
+                prefix = (*prefix, counts[prefix])
+            lines.setdefault(prefix, number)
+        elif key := _KEY.match(line):
+            lines.setdefault((*prefix, *_parts(key[1])), number)
+            closing = _opened(key[2])
+    return lines
+
+
+def _parts(dotted: str) -> KeyPath:
+    return tuple(match[1] or match[2] or match[3] or "" for match in _PART.finditer(dotted))
+
+
+def _absolute(dotted: str, counts: Mapping[KeyPath, int]) -> KeyPath:
+    """The header's path, with the index of the latest element behind every array of tables on its way."""
+    path: KeyPath = ()
+    parts = _parts(dotted)
+    for place, part in enumerate(parts, start=1):
+        path = (*path, part)
+        if path in counts and place < len(parts):
+            path = (*path, counts[path])
+    return path
+
+
+def _opened(value: str) -> str:
+    """The delimiter of a multi-line string that this value opens and does not close."""
+    for quote in ('"""', "'''"):
+        if value.startswith(quote) and quote not in value[3:]:
+            return quote
+    return ""
+
+
+@dataclass(frozen=True)
+class _Document:
+    file: str
+    lines: dict[KeyPath, int]
+    problems: list[Problem]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table. A getter gives its default, and notes a problem, where the value has the wrong type or range."""
+
+    values: Mapping[str, Any]
+    path: KeyPath
+    document: _Document = field(repr=False)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def problem(
+        self, key: str | None, message: str, remedy: str, error_class: str = "task_malformed"
+    ) -> None:
+        """Note that `key` (None: the table itself) is wrong. The message is put behind the key's name."""
+        path = self.path if key is None else (*self.path, key)
+        where = path
+        while where and where not in self.document.lines:
+            where = where[:-1]
+        line = self.document.lines.get(where)
+        name = dotted_name(path)
+        self.document.problems.append(
+            Problem(self.document.file, line, f"{name} {message}".strip(), remedy, error_class)
+        )
+
+    def _wrong(self, key: str, wanted: str, remedy: str) -> None:
+        self.problem(key, f"must be {wanted}, not {_shown(self.values[key])}", remedy)
+
+    def number(
+        self, key: str, default: float | None, *, above: float | None = None, least: float | None = None
+    ) -> float | None:
+        """A finite number, greater than `above`, at least `least`."""
+        if key not in self.values:
+            return default
+        value = self.values[key]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self._wrong(key, "a number", f"write a number, without quotes: {key} = {_number_in(value)}")
+            return default
+        if not math.isfinite(value):
+            self._wrong(key, "a finite number", "write a number, or leave the key out")
+            return default
+        if above is not None and not value > above:
+            self._wrong(key, f"greater than {above:g}", "write a larger number, or leave the key out")
+            return default
+        if least is not None and not value >= least:
+            self._wrong(key, f"at least {least:g}", "write a larger number, or leave the key out")
+            return default
+        return float(value)
+
+    def seconds(self, key: str, default: float) -> float:
+        """A time greater than zero."""
+        value = self.number(key, default, above=0)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None, *, least: int = 0) -> int | None:
+        """A whole number."""
+        value = self.number(key, None, least=least)
+        if value is None:
+            return default
+        if value != int(value):
+            self._wrong(key, "a whole number", f"write {key} = {math.ceil(value)}")
+            return default
+        return int(value)
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """A string that is not empty."""
+        if key not in self.values:
+            return default
+        value = self.values[key]
+        if not isinstance(value, str):
+            self._wrong(key, "a string", f'write {key} = "..."')
+            return default
+        if not value.strip() or "\0" in value:
+            self._wrong(key, "a string that is not empty", "write something, or leave the key out")
+            return default
+        return value
+
+    def choice(self, key: str, known: tuple[str, ...], default: str | None) -> str | None:
+        """One of `known`."""
+        value = self.text(key, default)
+        if value is not None and value not in known:
+            self._wrong(key, "one of " + ", ".join(f'"{name}"' for name in known), "write one of these")
+            return default
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """true or false; None where it is not there."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            self._wrong(key, "true or false", f"write {key} = true or {key} = false, without quotes")
+            return None
+        return value
+
+    def user(self, key: str = "user") -> str | int | None:
+        """A user's name or id."""
+        value = self.values.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value < 0:
+                self._wrong(key, "a user's name or id", "write an id from 0 up")
+                return None
+            return value
+        return self.text(key)
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self._wrong(key, "a list of strings", f'write {key} = ["...", "..."]')
+            return ()
+        return tuple(value)
+
+    def mapping(self, key: str) -> dict[str, str]:
+        """A table of environment variables: names to strings."""
+        table = self.table(key)
+        mapping: dict[str, str] = {}
+        for name, value in table.values.items():
+            if not name or "=" in name or "\0" in name:
+                table.problem(name, "is not a variable's name", "use letters, digits and _")
+            elif not isinstance(value, str):
+                table._wrong(name, "a string", f'write {name} = "{str(value).lower()}"')
+            else:
+                mapping[name] = value
+        return mapping
+
+    def table(self, key: str) -> Table:
+        """The table below `key`; an empty one where there is none."""
+        value = self.values.get(key, {})
+        if not isinstance(value, dict):
+            self._wrong(key, "a table", f"write a section [{dotted_name((*self.path, key), bare=True)}]")
+            value = {}
+        return Table(value, (*self.path, key), self.document)
+
+    def tables(self, key: str) -> list[Table]:
+        """The tables of an array of tables."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            name = dotted_name((*self.path, key), bare=True)
+            self._wrong(key, "an array of tables", f"write each under a header [[{name}]]")
+            return []
+        return [Table(item, (*self.path, key, index), self.document) for index, item in enumerate(value)]
+
+
+def dotted_name(path: KeyPath, *, bare: bool = False) -> str:
+    """`[verifier.environment].cpus`, `steps[0].agent.user`; `bare` without the brackets of a section."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    if bare or len(path) < 2 or any(isinstance(part, int) for part in path):
+        return text
+    section, _, key = text.rpartition(".")
+    return f"[{section}].{key}"
+
+
+def _shown(value: Any) -> str:
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _number_in(value: Any) -> str:
+    number = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value.strip())
+    return str(value).strip() if number else "..."

@@ -120,7 +120,9 @@ async def start_host(
     reward_key: str | None = None,
     after: str | None = None,
 ) -> ActorHost:
-    """A host on this node, in the place of the one called `after`. Raises `RolloutError` (`docker_unavailable`) where its engine does not answer, and
+    """A host on this node, in the place of the one called `after`.
+
+    Raises `RolloutError` (`docker_unavailable`) where its engine does not answer, and
     `HostLost` where the actor cannot be had."""
     actor = (
         ray.remote(SandboxHost)

@@ -43,7 +43,9 @@ def import_tasks(source: Path, target: Path, *, overwrite: bool) -> list[dict[st
 
     if not source.is_dir():
         raise InputError(f"{source} is not a directory: give a Terminal-Bench task, or a directory of them")
-    sources = [source] if (source / "task.yaml").is_file() else sorted(p.parent for p in source.glob("*/task.yaml"))
+    sources = (
+        [source] if (source / "task.yaml").is_file() else sorted(p.parent for p in source.glob("*/task.yaml"))
+    )
     if not sources:
         raise InputError(f"{source} holds no Terminal-Bench task: none has a task.yaml")
     reports = []

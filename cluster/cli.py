@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.exceptions import Abort, ClickException
 from rich.console import Console
 from rich.markup import escape
 
@@ -35,8 +34,13 @@ err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 DockerHost = Annotated[
-    str | None, typer.Option("--docker-host", help="The engine's address; default: DOCKER_HOST, or the socket.")
+    str | None,
+    typer.Option("--docker-host", help="The engine's address; default: DOCKER_HOST, or the socket."),
 ]
+
+
+# typer brings a click of its own, whose base class it does not export.
+UsageProblem = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 class Exit(IntEnum):
@@ -54,7 +58,9 @@ def run(
     tasks: Annotated[
         list[str] | None, typer.Option("--tasks", help="Task directories, directories of them, or globs.")
     ] = None,
-    agent: Annotated[list[str] | None, typer.Option("--agent", help="Agent, by name or module:Class.")] = None,
+    agent: Annotated[
+        list[str] | None, typer.Option("--agent", help="Agent, by name or module:Class.")
+    ] = None,
     policy: Annotated[
         str | None, typer.Option("--policy", help="A model (id, directory, smollm2) or a script (*.yaml).")
     ] = None,
@@ -173,7 +179,9 @@ def tasks_import(
     else:
         for report in reports:
             mark = "[red]not imported[/]" if report["target"] is None else "imported"
-            out.print(f"{mark} {escape(report['source'])} -> {escape(str(report['target']))}", highlight=False)
+            out.print(
+                f"{mark} {escape(report['source'])} -> {escape(str(report['target']))}", highlight=False
+            )
             for problem in report["problems"]:
                 out.print(f"  {escape(problem)}", highlight=False)
     raise typer.Exit(Exit.BAD_INPUT if any(report["problems"] for report in reports) else Exit.DONE)
@@ -186,8 +194,12 @@ def report(
 ) -> None:
     """The outcome table of a run, from its files alone; also of one that is not finished."""
     from rollcage.metrics.report import render, summarize
+    from rollcage.rollout.arrow import RunError
 
-    summary = summarize(run)
+    try:
+        summary = summarize(run)
+    except RunError as error:
+        raise InputError(str(error)) from error
     if as_json:
         _print_json(summary)
     else:
@@ -213,7 +225,9 @@ def doctor(docker_host: DockerHost = None, as_json: Json = False) -> None:
 
 @app.command()
 def gc(
-    job: Annotated[str | None, typer.Option("--job", help="Everything of this job, also if it lives.")] = None,
+    job: Annotated[
+        str | None, typer.Option("--job", help="Everything of this job, also if it lives.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything of ours, also if it lives.")] = False,
     images: Annotated[bool, typer.Option("--images", help="The cached task images, too.")] = False,
     docker_host: DockerHost = None,
@@ -241,7 +255,7 @@ def main() -> None:
     """Entry point: every error that a user can mend is one message and an exit status."""
     try:
         status = app(standalone_mode=False)
-    except ClickException as error:
+    except UsageProblem as error:
         error.show()
         status = Exit.BAD_INPUT
     except InputError as error:
@@ -250,7 +264,7 @@ def main() -> None:
     except CouldNotRun as error:
         err.print(f"[red]could not run:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         status = Exit.COULD_NOT_RUN
-    except (Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         status = 130
     sys.exit(status or 0)
 

@@ -1,26 +1,38 @@
 """What a job's YAML may say, and the reading of it.
 
 `load_job` takes a file, options of the command line, or both, and gives a `JobConfig` whose paths are absolute
-and whose names all exist. Every key is known or refused, with the nearest known name; every problem is found in
-one go, each with its place and remedy. `job_schema` is the same as JSON schema.
+and whose names all exist. Every key is known or refused, with the nearest known name; problems are told all at
+once, each with its place and remedy: first those of single settings, and where there are none those between
+them. `job_schema` is the same as JSON schema.
 """
 
 from __future__ import annotations
 
 import glob
-import ipaddress
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ValidationError
 
+from rollcage.cluster.config_model import (
+    AgentConfig,
+    JobConfig,
+    NetworkConfig,
+    PolicyConfig,
+    RayConfig,
+    SamplingConfig,
+    SandboxConfig,
+    ScriptedPolicyConfig,
+    VllmPolicyConfig,
+)
 from rollcage.cluster.config_source import (
     ConfigError,
     Source,
     Where,
+    line_of,
     nearest,
     parse_override,
     read_yaml,
@@ -29,12 +41,12 @@ from rollcage.cluster.config_source import (
 )
 from rollcage.rollout.agents.base import known_agents, load_agent
 from rollcage.rollout.outcome import BY_NAME, Domain, Quarantine
-from rollcage.rollout.policies.base import Sampling
 
 __all__ = [
     "AgentConfig",
     "ConfigError",
     "JobConfig",
+    "NetworkConfig",
     "PolicyConfig",
     "RayConfig",
     "SamplingConfig",
@@ -44,11 +56,6 @@ __all__ = [
     "job_schema",
     "load_job",
 ]
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-Factor = Annotated[float, Field(gt=0)]
 
 PATHS = (
     ("tasks", "*"),
@@ -72,146 +79,6 @@ HARBOR_NAMES = {
 """What Harbor calls a setting, and what it is called here."""
 
 
-class Settings(BaseModel):
-    """Unknown keys are refused and values are not guessed at: `true` is no number, `"4"` is none either."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class SamplingConfig(Settings):
-    """How tokens are drawn, in vLLM's terms."""
-
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, description="-1: all tokens.")
-    max_tokens: Count = Field(1024, description="Sampled tokens of one answer, at most.")
-    stop: list[str] = Field([], description="Texts that end an answer.")
-    seed: int | None = Field(None, description="None: each rollout's own, from the job's seed.")
-    extra: dict[str, Any] = Field({}, description="Further fields of the engine's sampling parameters.")
-
-    def sampling(self) -> Sampling:
-        """As agents and policies take it."""
-        return Sampling(**{**self.model_dump(), "stop": tuple(self.stop)})
-
-
-class VllmPolicyConfig(Settings):
-    """A model served by vLLM in Ray actors."""
-
-    kind: Literal["vllm"]
-    model: str = Field(description="A Hugging Face id, a directory, or `smollm2`.")
-    replicas: Count = 1
-    num_cpus: float = Field(0.0, ge=0, description="What Ray sets aside for each replica.")
-    num_gpus: float = Field(0.0, ge=0, description="0: the model runs on the CPU.")
-    threads: Count | None = Field(
-        None, description="OpenMP threads of a replica without a GPU; None: all cores."
-    )
-    engine_args: dict[str, Any] = Field({}, description="vLLM's AsyncEngineArgs, by name.")
-    template_kwargs: dict[str, Any] = Field({}, description="Variables of the model's chat template.")
-    request_timeout_sec: Seconds = 600.0
-    sampling: SamplingConfig = SamplingConfig()
-
-
-class ScriptedPolicyConfig(Settings):
-    """Answers from a file, for tests and demos."""
-
-    kind: Literal["scripted"]
-    file: str = Field(description="YAML of answers by task.")
-    sampling: SamplingConfig = SamplingConfig()
-
-
-PolicyConfig = Annotated[VllmPolicyConfig | ScriptedPolicyConfig, Field(discriminator="kind")]
-
-
-class AgentConfig(Settings):
-    """One agent of the job; a bare name stands for `{name: ...}`."""
-
-    name: str = Field(min_length=1, description="An agent's name, or module:Class.")
-    label: Name | None = Field(None, description="What records call it; needed where a name is used twice.")
-    options: dict[str, Any] = Field({}, description="The agent's own: limits, prompts.")
-    policy: str | None = Field(None, description="None: the job's only policy, where the agent needs one.")
-    samples: Count | None = Field(None, description="None: the job's.")
-
-    @property
-    def called(self) -> str:
-        """The label, else the name; of a `module:Class` the class."""
-        return self.label or self.name.rpartition(":")[2]
-
-
-class NetworkConfig(Settings):
-    """The networks that sandboxes with internet share."""
-
-    cidr: str | None = Field(None, description="Addresses for them; None: the engine's own pools.")
-    leases_per_bridge: int = Field(900, ge=1, le=1000, description="A Linux bridge has 1,023 ports.")
-
-    @field_validator("cidr")
-    @classmethod
-    def _is_cidr(cls, cidr: str | None) -> str | None:
-        if cidr is not None:
-            ipaddress.IPv4Network(cidr)
-        return cidr
-
-
-class SandboxConfig(Settings):
-    """Sandboxes. `cpus`, `memory_mb`, `storage_mb` stand in where a task sets none."""
-
-    docker_host: str | None = Field(
-        None, description="The engine's address; None: DOCKER_HOST or the socket."
-    )
-    build_slots: Count = Field(2, description="Image builds at once on a host.")
-    pids: Count = 1024
-    cpus: float | None = Field(None, gt=0)
-    memory_mb: Count | None = Field(None, description="MiB.")
-    storage_mb: Count | None = Field(None, description="MiB.")
-    deadline_sec: Seconds = Field(6 * 3600.0, description="A sandbox ends by itself so long after its start.")
-    runtime: str | None = Field(None, description="An OCI runtime that the engine has: runsc, kata.")
-    network: NetworkConfig = NetworkConfig()
-
-
-class RayConfig(Settings):
-    """Ray. Without an address it is started on this machine and ended with the job."""
-
-    address: str | None = None
-    num_cpus: Count | None = None
-
-
-class JobConfig(Settings):
-    """A job: every task by every agent, `samples` times."""
-
-    name: Name = "job"
-    tasks: list[str] = Field(min_length=1, description="Task directories, directories of them, or globs.")
-    agents: list[AgentConfig] = Field(min_length=1)
-    policies: dict[Name, PolicyConfig] = {}
-    samples: Count = Field(1, description="Rollouts of each task and agent: a group.")
-    seed: int = 0
-    concurrency: Count = Field(8, description="Rollouts at once.")
-    pass_threshold: float = Field(1.0, description="A primary reward of at least so much has passed.")
-    reward_key: str | None = Field(None, description="The primary reward of a reward.json with several keys.")
-    skip_unready: bool = Field(False, description="Leave out tasks whose variables are not set.")
-    output: str | None = Field(None, description="The run directory; None: runs/<name>-<time>.")
-    agent_timeout_sec: Seconds | None = Field(None, description="In the place of every task's own.")
-    agent_timeout_multiplier: Factor = 1.0
-    verifier_timeout_multiplier: Factor = 1.0
-    retries: dict[str, Annotated[int, Field(ge=0, le=100)]] = Field(
-        {}, description="Retries by error class, in the place of the outcome table's."
-    )
-    max_quarantined_tasks: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Stop the job when more tasks than this are quarantined."
-    )
-    sandbox: SandboxConfig = SandboxConfig()
-    ray: RayConfig = RayConfig()
-
-    def policy_of(self, agent: AgentConfig) -> str | None:
-        """The policy that the agent works with: its own, or the job's only one; None where it needs none."""
-        if not load_agent(agent.name, agent.options).needs_policy:
-            return None
-        return agent.policy or (next(iter(self.policies)) if len(self.policies) == 1 else None)
-
-    def used_policies(self) -> dict[str, VllmPolicyConfig | ScriptedPolicyConfig]:
-        """The policies that some agent works with: only they need to be started."""
-        used = {self.policy_of(agent) for agent in self.agents}
-        return {name: policy for name, policy in self.policies.items() if name in used}
-
-
 def load_job(
     path: Path | str | None,
     overrides: Sequence[str] = (),
@@ -221,7 +88,8 @@ def load_job(
 
     Without a file, `options` are all there is: `{"tasks": [...], "agents": ["oracle"], "samples": 4}`. In both,
     `agent` stands for a list of one, and `policy` for the policy of all agents that name none: the name of one
-    of `policies`, a script (`*.yaml`), or else a model for vLLM. Options that are None are left out.
+    of `policies`, a script (`*.yaml`), or else a model for vLLM. Options that are None are left out, and mappings
+    (`{"ray": {"address": ...}}`) add to the file's.
     An override goes through lists by place, label or name: `agents.bash.samples=2`.
 
     Raises `ConfigError` with all problems.
@@ -232,11 +100,10 @@ def load_job(
         _long_form(source)
         source.data = resolve_paths(source.data, (), base, PATHS)
     here = Path.cwd()
-    for key, value in (options or {}).items():
-        if value is not None:
-            if key in ("agent", "agents"):
-                source.data.pop("agents", None)
-            source.put((key,), value, f"--{key.rstrip('s') if key == 'agents' else key}")
+    for where, value in _flat(options or {}):
+        if where[0] in ("agent", "agents"):
+            source.data.pop("agents", None)
+        source.put(where, value, "--agent" if where[0] == "agents" else f"--{where[-1]}")
     _long_form(source)
     source.data = resolve_paths(source.data, (), here, PATHS)
     for text in overrides:
@@ -251,11 +118,20 @@ def load_job(
     try:
         config = JobConfig.model_validate(source.data)
     except ValidationError as error:
-        raise ConfigError(list(dict.fromkeys(_explain(error, source)))) from error
+        raise ConfigError(sorted(dict.fromkeys(_explain(error, source)), key=line_of)) from error
     problems = [source.problem(*problem) for problem in _cross_check(config)]
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _flat(options: Mapping[str, Any]) -> Iterator[tuple[Where, Any]]:
+    """Each option that is given, and the way to it; a mapping is gone through, so that it adds to the file's."""
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from (((key, *where), inner) for where, inner in _flat(value))
+        elif value is not None:
+            yield (key,), str(value) if isinstance(value, Path) else value
 
 
 def job_schema() -> dict[str, Any]:
@@ -318,9 +194,11 @@ def _name_policy(source: Source) -> None:
         policies[name] = {"kind": "scripted", "file": spec} if scripted else {"kind": "vllm", "model": spec}
         source.origins["policies", name] = source.place(("policy",))
     agents = source.data.get("agents")
-    for place, agent in enumerate(agents if isinstance(agents, list) else []):
-        if isinstance(agent, dict) and agent.get("policy") is None:
-            agents[place] = agent | {"policy": name}
+    if isinstance(agents, list):
+        source.data["agents"] = [
+            agent | {"policy": name} if isinstance(agent, dict) and agent.get("policy") is None else agent
+            for agent in agents
+        ]
 
 
 # What is wrong
@@ -421,7 +299,7 @@ def _remedy(key: str, model: type[BaseModel]) -> str:
     """Where an unknown key may belong: a setting of another name here, or of this name elsewhere."""
     if (ours := HARBOR_NAMES.get(key)) in model.model_fields:
         return f"here it is called {ours!r}"
-    elsewhere = {
+    elsewhere: dict[str, type[BaseModel]] = {
         "the job itself": JobConfig,
         "`sandbox`": SandboxConfig,
         "`sandbox.network`": NetworkConfig,
@@ -439,7 +317,9 @@ def _remedy(key: str, model: type[BaseModel]) -> str:
 def _model_at(annotation: Any, loc: Where) -> type[BaseModel]:
     """The model that the settings at `loc` are checked against."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return _model_at(annotation.model_fields[str(loc[0])].annotation, loc[1:]) if loc else annotation
+        if not loc:
+            return annotation
+        return _model_at(annotation.model_fields[str(loc[0])].annotation, loc[1:])
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is dict:
         return _model_at(members[1], loc[1:])

@@ -19,7 +19,7 @@ import yaml
 
 from rollcage.cluster.errors import InputError
 
-Where = tuple[str | int, ...]
+Where = tuple[Any, ...]
 """The way to a setting: keys of mappings and places in lists."""
 
 MAX_NODES = 100_000
@@ -77,7 +77,7 @@ class Source:
     def _index(self, items: list[Any], key: str | int, origin: str) -> int:
         """A place in a list, given as a number or as the `label` or `name` of the item there."""
         for index, item in enumerate(items):
-            names = [item] if isinstance(item, str) else []
+            names: list[Any] = [item] if isinstance(item, str) else []
             if isinstance(item, dict):
                 names = [item.get("label"), item.get("name")]
             if key == index or key == str(index) or key in names:
@@ -131,7 +131,7 @@ def _note_lines(
     children: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         for key_node, value in node.value:
-            key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = loader.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue  # the loader's own error is better
             if (*where, key) in origins and key_node.tag != "tag:yaml.org,2002:merge":
@@ -181,13 +181,16 @@ def resolve_paths(value: Any, where: Where, base: Path, patterns: Iterable[tuple
         if len(keys) != len(where) or not all(a in ("*", b) for a, b in zip(keys, where, strict=True)):
             continue
         path = os.path.normpath(base / Path(value).expanduser())
-        looks = (
-            value.startswith(("./", "../", "/", "~"))
-            or ("." in value or "/" in value)
-            and os.path.exists(path)
-        )
-        return path if looks or not doubtful else value
+        looks = value.startswith(("./", "../", "/", "~"))
+        there = ("." in value or "/" in value) and os.path.exists(path)
+        return path if looks or there or not doubtful else value
     return value
+
+
+def line_of(problem: str) -> int:
+    """The line that a problem stands in, for sorting; 0 where it stands in none."""
+    line = problem.partition(": ")[0].rpartition(":")[2]
+    return int(line) if line.isdecimal() else 0
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -300,7 +300,11 @@ class Driver:
     def _say_quarantined(self, task: TaskKey, error_class: str) -> None:
         said = self._evidence.get(task, Evidence()).message
         first = said.splitlines()[0][:300] if said else ""
-        self._progress.say(f"[yellow]quarantined[/] {task.name}: {error_class}: {first}")
+        self._progress.say(f"quarantined {task.name}: {error_class}: {first}")
+        limit = self._plan.max_quarantined_tasks
+        if limit is not None and len(self._scheduler.counts().quarantined) > limit and not self._stopping:
+            self._progress.say(f"more than {limit} tasks are quarantined: the job stops")
+            self.stop()
 
 
 def _unknown(error: Exception) -> Evidence:

@@ -1,7 +1,7 @@
 """The two ways in which a command fails: what it was given, and what it needs.
 
-    InputError    a file or option is wrong; the message names it, the line and the remedy (exit status 1)
-    CouldNotRun   an engine, Ray or a model cannot be had (exit status 2)
+InputError    a file or option is wrong; the message names it, the line and the remedy (exit status 1)
+CouldNotRun   an engine, Ray or a model cannot be had (exit status 2)
 """
 
 

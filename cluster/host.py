@@ -25,7 +25,7 @@ from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.rollout import AttemptSpec, run_attempt
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.pool import SandboxPool, SandboxSettings
-from rollcage.rollout.sandbox.reaper import Reaped, reap
+from rollcage.rollout.sandbox.reaper import reap
 from rollcage.rollout.task import Task, load_task, task_digest
 from rollcage.rollout.trajectory import Attempt
 from rollcage.verifier.verify import TestsVerifier
@@ -156,13 +156,15 @@ class SandboxHost:
         for attempt in self._running.values():
             attempt.cancel()
 
-    async def close(self) -> Reaped:
-        """Cancel what runs, wait for it, and remove everything of this host's from the engine."""
+    async def close(self, *, keep: bool = False) -> None:
+        """Cancel what runs, wait for it, and remove everything of this host's from the engine; with `keep`
+        leave it there."""
         await self.cancel()
         if self._running:
             await asyncio.wait(self._running.values())
         try:
-            return await self._pool.close()
+            if not keep:
+                await self._pool.close()
         finally:
             self._engine.close()
             if self._files is not None:

@@ -21,7 +21,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ from rollcage.rollout.trajectory import Attempt, RolloutKey
 ATTEMPTS_A_SHARD = 2048
 """Attempts are small rows: a shard of this many is about a megabyte on disk."""
 
+ROWS_AT_ONCE = {"attempts": 64, "rollouts": 4}
+"""Rows converted by one call into Arrow, which holds the interpreter's lock meanwhile: a few milliseconds."""
+
 _ALL = ("", "")
 """Attempts wait in one group."""
 
@@ -54,6 +57,11 @@ _KNOWN = {
     "rollouts": (*IDENTITY["rollouts"], "outcome", "error_class", "attempts", "task_digest"),
 }
 """The columns that `open` reads."""
+
+_TO_BATCH: dict[str, Callable[[Any], pa.RecordBatch]] = {
+    "attempts": attempts_batch,
+    "rollouts": rollouts_batch,
+}
 
 _FAILURES = (OSError, ValueError, TypeError, KeyError, OverflowError, RunError, pa.ArrowException)
 """What the disk, Arrow and a row that the schema can't hold raise."""
@@ -78,11 +86,12 @@ class EndedTwice(RunError):
 
 @dataclass
 class _Call:
-    """One call that waits for the writing thread. `kind` is a table, `commit` or `finish`."""
+    """One call that waits for the writing thread. `kind` is a table, `commit` or `finish`; `row` is what the
+    table's function of `_TO_BATCH` takes."""
 
     kind: str
     done: asyncio.Future[None]
-    make: Callable[[], pa.RecordBatch] = field(default=lambda: None)
+    row: Any = None
     group: tuple[str, str] = _ALL
     failure: BaseException | None = None
 
@@ -144,7 +153,7 @@ class Ledger:
             raise EndedTwice(f"{self.location}: the attempt {attempt.attempt_id} is recorded already")
         self._attempt_ids.add(attempt.attempt_id)
         try:
-            await self._call("attempts", lambda: attempts_batch([attempt]))
+            await self._call("attempts", attempt)
         except _FAILURES:
             self._attempt_ids.discard(attempt.attempt_id)
             raise
@@ -157,9 +166,9 @@ class Ledger:
         if attempt.key in self.ended:
             raise EndedTwice(f"{self.location}: the rollout {attempt.key} has ended already")
         self.ended[attempt.key] = Ended(attempt.outcome, attempt.error_class, attempts, attempt.task_digest)
-        rows = [(attempt, attempts, group_size)]
+        row = (attempt, attempts, group_size)
         try:
-            await self._call("rollouts", lambda: rollouts_batch(rows), (attempt.agent, attempt.task))
+            await self._call("rollouts", row, (attempt.agent, attempt.task))
         except _FAILURES:
             del self.ended[attempt.key]
             raise
@@ -183,15 +192,10 @@ class Ledger:
             os.close(self._lock)
             self._lock = None
 
-    async def _call(
-        self,
-        kind: str,
-        make: Callable[[], pa.RecordBatch] = lambda: None,
-        group: tuple[str, str] = _ALL,
-    ) -> None:
+    async def _call(self, kind: str, row: Any = None, group: tuple[str, str] = _ALL) -> None:
         if self._lock is None:
             raise RunError(f"{self.location}: this ledger is closed")
-        call = _Call(kind, asyncio.get_running_loop().create_future(), make, group)
+        call = _Call(kind, asyncio.get_running_loop().create_future(), row, group)
         self._calls.append(call)
         if self._flusher is None or self._flusher.done():
             self._flusher = asyncio.create_task(self._flush())
@@ -233,21 +237,21 @@ class Ledger:
                 self.location.remove_journals()
 
     def _record(self, table: str, calls: list[_Call]) -> None:
-        rows: list[tuple[_Call, pa.RecordBatch]] = []
-        for call in calls:
-            with _blamed_on([call]):
-                rows.append((call, call.make()))
-        if not rows:
+        batches: list[tuple[pa.RecordBatch, list[_Call]]] = []
+        for start in range(0, len(calls), ROWS_AT_ONCE[table]):
+            batches += _converted(table, calls[start : start + ROWS_AT_ONCE[table]])
+        if not batches:
             return
-        with _blamed_on([call for call, _ in rows]):
+        with _blamed_on([call for _, rows in batches for call in rows]):
             if not self._journals:
                 self.location.remove("summary.json")  # from now on the run is one that has not ended
             journal = self._journals.get(table)
             if journal is None or journal.broken:
                 journal = self._journals[table] = self._new_journal(table)
-            journal.append(batch for _, batch in rows)
-            for call, batch in rows:
-                self._held[table].setdefault(call.group, []).append(batch)
+            journal.append(batch for batch, _ in batches)
+            for batch, rows in batches:
+                for index, call in enumerate(rows):
+                    self._held[table].setdefault(call.group, []).append(batch.slice(index, 1))
 
     def _commit(self, table: str, groups: list[tuple[str, str]]) -> None:
         held = self._held[table]
@@ -310,6 +314,17 @@ class Ledger:
         ):
             self.ended[RolloutKey(*key)] = Ended(Outcome(outcome), error_class, attempts, digest)
         return found
+
+
+def _converted(table: str, calls: list[_Call]) -> list[tuple[pa.RecordBatch, list[_Call]]]:
+    """The rows of these calls as one batch; where one can't be converted, each by itself, and that one fails."""
+    try:
+        return [(_TO_BATCH[table]([call.row for call in calls]), calls)]
+    except _FAILURES as error:
+        if len(calls) > 1:
+            return [batch for call in calls for batch in _converted(table, [call])]
+        calls[0].failure = error
+        return []
 
 
 @contextmanager

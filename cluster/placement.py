@@ -53,7 +53,6 @@ class Placement:
         task = rollout.group.task
         hosts = [host for host in task.ready if host.name not in rollout.avoid]
         if not hosts and task.ready and not self._could_serve(rollout):
-            rollout.avoid.clear()
             hosts = list(task.ready)
         for host in hosts:
             _queue(rollout, host)

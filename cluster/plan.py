@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from rollcage.cluster.decisions import Assignment, RolloutKey, TaskKey
@@ -38,7 +39,8 @@ class BrokenTask:
 class JobPlan:
     """All of a job's rollouts. `job` is unique among the jobs of one engine.
 
-    `agent_timeout_sec` replaces the tasks' own. `retries` are budgets other than the outcome table's.
+    `agent_timeout_sec` replaces the tasks' own. `retries` are budgets other than the outcome table's. The job
+    stops when more than `max_quarantined_tasks` are quarantined.
     """
 
     job: str
@@ -49,6 +51,7 @@ class JobPlan:
     build_slots: int = 2
     seed: int = 0
     retries: Mapping[str, int] = field(default_factory=dict)
+    max_quarantined_tasks: int | None = None
     agent_timeout_sec: float | None = None
     agent_timeout_multiplier: float = 1.0
     pass_threshold: float = 1.0
@@ -81,8 +84,17 @@ class JobPlan:
             agent=agent.agent,
             agent_label=agent.label,
             agent_options=agent.options,
-            sampling=agent.sampling,
+            sampling=self._sampling(agent, key),
             agent_timeout_sec=self.agent_timeout_sec,
             agent_timeout_multiplier=self.agent_timeout_multiplier,
             pass_threshold=self.pass_threshold,
         )
+
+    def _sampling(self, agent: AgentPlan, key: RolloutKey) -> Sampling:
+        """Each rollout draws with a seed of its own, the same in every attempt and in every run of the job's
+        seed."""
+        if agent.sampling.seed is not None:
+            return agent.sampling
+        name = f"{self.seed}/{agent.label}/{key.task_digest}/{key.sample}"
+        seed = int.from_bytes(blake2b(name.encode(), digest_size=4).digest()) >> 1
+        return replace(agent.sampling, seed=seed)

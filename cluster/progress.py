@@ -51,7 +51,7 @@ class JobProgress:
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        self._bar.console.print(line, highlight=False)
+        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def attempt_ended(self, attempt: Attempt, *, final: bool, in_flight: int) -> None:
         """Count one attempt; `final` where its rollout ended with it."""

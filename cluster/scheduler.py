@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
+from types import MappingProxyType
 
 from rollcage.cluster.decisions import (
     Assignment,
@@ -102,6 +103,7 @@ class Scheduler:
         self._preparing: dict[str, tuple[TaskState, Host]] = {}
         self._timers: list[tuple[float, int, RolloutState | TaskState, int]] = []
         self._timers_set = 0
+        self._quarantined: dict[TaskKey, str] = {}
         self._cancelled = False
         self._dispatched = self._ended = self._late = self._delayed = self._groups_done = 0
         self._outcomes: Counter[Outcome] = Counter()
@@ -275,7 +277,6 @@ class Scheduler:
         state = self._placement.hosts.get(host)
         if state is None:
             return []
-        state.capacity = 0
         ends = [
             self.ended(attempt_id, Outcome.INVALID, "host_lost", None, now)
             for attempt_id in sorted(state.attempts)
@@ -293,7 +294,7 @@ class Scheduler:
         state = self._tasks[task]
         if state.quarantined is not None:
             return False
-        state.quarantined = error_class
+        state.quarantined = self._quarantined[task] = error_class
         self._finish_all_waiting(state)
         return True
 
@@ -339,7 +340,7 @@ class Scheduler:
             groups_open=self._placement.open_groups,
             groups_done=self._groups_done,
             preparing=len(self._preparing),
-            quarantined={key: task.quarantined for key, task in self._tasks.items() if task.quarantined},
+            quarantined=MappingProxyType(self._quarantined),
         )
 
     # Inside

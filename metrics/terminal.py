@@ -42,7 +42,7 @@ def _headline(summary: dict[str, Any]) -> Text:
         text.append("What follows is what has been written so far.\n", style="yellow")
     speed = summary["rollouts_per_second"]
     text.append(f"{summary['rollouts']} rollouts", style="bold")
-    text.append(f", {summary['attempts']} attempts ({summary['retries']} retries)")
+    text.append(f", {summary['attempts']} attempts (retries: {summary['retries']})")
     if speed is not None:
         text.append(f" in {_duration(summary['wall_seconds'])}, {speed:.2f} rollouts/s")
     if summary["completion_tokens"]:
@@ -52,17 +52,17 @@ def _headline(summary: dict[str, Any]) -> Text:
 
 def _outcomes(summary: dict[str, Any]) -> Table:
     outcomes = _shown_outcomes(summary)
-    with_invalid = ["if invalid failed / passed"] if summary["invalid"] else []
+    with_invalid = ["bounds by invalid"] if summary["invalid"] else []
     table = _table(
         "Outcomes", "agent", *(f">{o}" for o in outcomes), ">pass rate", "95% interval", *with_invalid
     )
     for agent, entry in summary["by_agent"].items():
-        bounds = _range(entry["pass_rate_worst"], entry["pass_rate_best"], " / ")
+        bounds = _range(entry["pass_rate_worst"], entry["pass_rate_best"])
         table.add_row(
             Text(agent),
             *(_count(entry[outcome], _COLOURS[outcome]) for outcome in outcomes),
             _percent(entry["pass_rate"]),
-            _range(entry["pass_rate_low"], entry["pass_rate_high"], " to "),
+            _range(entry["pass_rate_low"], entry["pass_rate_high"]),
             *([bounds if entry["invalid"] else ""] if with_invalid else []),
         )
     return table
@@ -139,7 +139,13 @@ def _evidence(summary: dict[str, Any]) -> Table:
 def _table(title: str, *headers: str) -> Table:
     """A table with these headers; one that starts with `>` is a column of numbers."""
     table = Table(
-        title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, caption_justify="left"
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        caption_justify="left",
     )
     for header in headers:
         table.add_column(header.lstrip(">"), justify="right" if header.startswith(">") else "left")
@@ -159,8 +165,8 @@ def _percent(rate: float | None) -> str:
     return "-" if rate is None else f"{100 * rate:.1f}%"
 
 
-def _range(low: float | None, high: float | None, between: str) -> str:
-    return "" if low is None else f"{_percent(low)}{between}{_percent(high)}"
+def _range(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{100 * low:.1f}-{100 * high:.1f}%"
 
 
 def _duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ Shards may lie at any `pyarrow.fs` location; the journal, which is appended to, 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -89,6 +90,7 @@ class Location:
         self.filesystem = filesystem
         self.local = Path(path) if isinstance(filesystem, pa.fs.LocalFileSystem) else None
         self.path = str(self.local.absolute()) if self.local else path.rstrip("/")
+        self._shard_numbers: dict[str, Iterator[int]] = {}
         self.journal = self.local / "journal" if journal is None and self.local else journal
 
     @classmethod
@@ -129,11 +131,8 @@ class Location:
 
         Raises `OSError` where it can't be written; then nothing has changed.
         """
-        shards = self.shards(table)
-        number = _number(_SHARD, shards[-1].rpartition("/")[2]) + 1 if shards else 0
-        path = f"{self.path}/{table}/part-{number:05d}.arrow"
+        path = self._new_shard(table)
         content = pa.Table.from_batches(batches, SCHEMAS[table])
-        self.filesystem.create_dir(f"{self.path}/{table}")
         if self.local is None:
             # An object store shows an object only when it is complete: closing is the rename.
             with self.filesystem.open_output_stream(path) as sink:
@@ -146,6 +145,19 @@ class Location:
         os.rename(temporary, path)
         _fsync(os.path.dirname(path))
         return path
+
+    def _new_shard(self, table: str) -> str:
+        if table not in self._shard_numbers:
+            # Once: the lock's holder is the only one who makes shards.
+            self.filesystem.create_dir(f"{self.path}/{table}")
+            shards = self.shards(table)
+            last = _number(_SHARD, shards[-1].rpartition("/")[2]) if shards else -1
+            self._shard_numbers[table] = itertools.count(last + 1)
+        for number in self._shard_numbers[table]:
+            name = f"{table}/part-{number:05d}.arrow"
+            if self._type(name) is pa.fs.FileType.NotFound:
+                break
+        return f"{self.path}/{name}"
 
     def write_json(self, name: str, value: Any) -> None:
         """Write `value` to the file `name` of the run, whole or not at all."""
@@ -181,6 +193,7 @@ class Location:
         for name in ("summary.json", *TABLES, "job.json"):
             self.remove(name)
         self.remove_journals()
+        self._shard_numbers.clear()
 
     def remove_journals(self) -> None:
         """Delete the journals. Only for the process that holds the lock."""

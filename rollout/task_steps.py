@@ -193,7 +193,7 @@ def _modes(agent_network: str | None, verifier: Verifier, shared: _TaskWide) -> 
 
 def _one_network(table: Table, environment: Environment, steps: list[_Modes]) -> str:
     modes = set().union(*steps) if steps else set()
-    if len(modes) > 1:
+    if len(modes) > 1 and "allowlist" not in modes:
         key = "agent" if "network_mode" in table.table("agent") else "verifier"
         unsupported(
             table.table(key),
@@ -201,8 +201,7 @@ def _one_network(table: Table, environment: Environment, steps: list[_Modes]) ->
             "changes the network of a running sandbox (agent and verifier run with different modes)",
             "write the same mode for [agent] and [verifier], or give the verifier its own environment",
         )
-        return environment.network_mode
-    return modes.pop() if modes else environment.network_mode
+    return modes.pop() if len(modes) == 1 else environment.network_mode
 
 
 def _check_trajectory(directory: Path, problems: list[Problem]) -> None:

@@ -7,4 +7,4 @@ for folder in rollout verifier generator metrics cluster; do
   ln -sfn "../../../$folder" "build/typing/rollcage/$folder"
 done
 cd build/typing
-exec ../../.venv/bin/python -m mypy --config-file ../../pyproject.toml -p rollcage
+exec "${PYTHON:-../../.venv/bin/python}" -m mypy --config-file ../../pyproject.toml -p rollcage

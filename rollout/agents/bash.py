@@ -9,7 +9,7 @@ end the run, never what the sandbox printed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rollcage.rollout.trajectory import Message, Turn
 DONE = ("submit", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 LABELS = ("bash", "sh", "shell")
 
-_FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
+_FENCE = re.compile(r"[ \t]*(`{3,})([^`]*)")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def parse_action(answer: str) -> Action:
 class BashAgent:
     """See the module. `system_prompt` and `task_prompt` replace the files beside this one: a text, or the path
     of a file that ends in `.md` or `.txt`; `{instruction}` in the latter is the step's instruction. An empty
-    `system_prompt` leaves the system message out.
+    `system_prompt` leaves the system message out. `examples`, `{instruction, answer}` each, are put before the
+    task as turns that went well: a small model learns the form from them, where it cannot from words.
 
     Limits, each ending the agent with the error class in brackets: `max_turns` answers a step (`turn_limit`),
     `max_tokens` sampled tokens an attempt (`token_limit`; None: no limit), `max_malformed` answers in a row
@@ -73,6 +74,7 @@ class BashAgent:
         output_bytes: int = 10_000,
         system_prompt: str | None = None,
         task_prompt: str | None = None,
+        examples: Sequence[Mapping[str, str]] = (),
     ) -> None:
         if max_turns < 1 or max_malformed < 1 or output_bytes < 1 or command_timeout_sec <= 0:
             raise ValueError("max_turns, max_malformed, output_bytes and command_timeout_sec must be above 0")
@@ -83,6 +85,7 @@ class BashAgent:
         self.output_bytes = output_bytes
         self.system_prompt = _prompt(system_prompt, "bash_system.md")
         self.task_prompt = _prompt(task_prompt, "bash_task.md")
+        self.examples = [_example(example) for example in examples]
 
     async def run(self, context: AgentContext) -> None:
         new = self._opening(context)
@@ -115,9 +118,17 @@ class BashAgent:
         raise AgentStopped("turn_limit", f"the agent was not done after {self.max_turns} turns")
 
     def _opening(self, context: AgentContext) -> list[Message]:
-        opening = [] if context.trajectory.messages else [Message("system", self.system_prompt)]
-        task = self.task_prompt.replace("{instruction}", context.step.instruction.strip())
-        return [message for message in (*opening, Message("user", task)) if message.content]
+        """The messages before the first answer; a later step of the task adds only its instruction."""
+        task = Message("user", self._ask(context.step.instruction))
+        if context.trajectory.messages:
+            return [task]
+        opening = [Message("system", self.system_prompt)] if self.system_prompt else []
+        for instruction, answer in self.examples:
+            opening += [Message("user", self._ask(instruction)), Message("assistant", answer)]
+        return [*opening, task]
+
+    def _ask(self, instruction: str) -> str:
+        return self.task_prompt.replace("{instruction}", instruction.strip())
 
     async def _answer(self, context: AgentContext, new: list[Message]) -> Turn:
         """Ask the policy. What is asked and what is answered is in the trajectory at once."""
@@ -180,14 +191,32 @@ def _turn(index: int, completion: Completion, segment: int | None) -> Turn:
 
 
 def _blocks(answer: str) -> Sequence[tuple[str, str]]:
-    """Label and body of each closed fence; an open one at the end is no block."""
-    marks = list(_FENCE.finditer(answer.replace("\r\n", "\n")))
-    text = answer.replace("\r\n", "\n")
-    blocks = []
-    while len(marks) >= 2:
-        start, end, *marks = marks
-        blocks.append((start[1].strip().lower(), text[start.end() : end.start()]))
+    """Label and body of each closed fence. As in CommonMark, a fence is closed by a bare one at least as long;
+    one that stays open to the end is no block."""
+    blocks: list[tuple[str, str]] = []
+    opening: tuple[str, str] | None = None
+    body: list[str] = []
+    for line in answer.splitlines():
+        fence = _FENCE.fullmatch(line)
+        if opening is None:
+            if fence:
+                opening, body = (fence[1], fence[2].strip().lower()), []
+        elif fence and not fence[2].strip() and len(fence[1]) >= len(opening[0]):
+            blocks.append((opening[1], "\n".join(body)))
+            opening = None
+        else:
+            body.append(line)
     return blocks
+
+
+def _example(example: Mapping[str, str]) -> tuple[str, str]:
+    if set(example) != {"instruction", "answer"}:
+        raise ValueError(f"an example has an `instruction` and an `answer`, not {', '.join(sorted(example))}")
+    try:
+        parse_action(example["answer"])
+    except ValueError as problem:
+        raise ValueError(f"the example {example['instruction']!r} teaches nothing: {problem}") from problem
+    return example["instruction"], example["answer"].strip()
 
 
 def _prompt(given: str | None, default: str) -> str:

@@ -50,9 +50,12 @@ class Completion:
 
 
 class PolicySession(Protocol):
-    """One rollout's conversation. `segments` is the exact token record so far (empty without tokens)."""
+    """One rollout's conversation."""
 
-    segments: list[Segment]
+    @property
+    def segments(self) -> list[Segment]:
+        """The exact token record so far; empty without tokens."""
+        ...
 
     async def complete(
         self, new_messages: list[Message], sampling: Sampling

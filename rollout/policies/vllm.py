@@ -222,13 +222,18 @@ class VllmSession:
         self, new_messages: list[Message], sampling: Sampling
     ) -> tuple[Completion, int | None]:
         """See `PolicySession`. `max_tokens` is cut to the room left in the context; an answer that fills it
-        ends with `finish_reason` `length`, and the next one with `context_overflow`."""
+        ends with `finish_reason` `length`, and the next one with `context_overflow`. A seed is moved on with
+        every turn: with one and the same, a model answers what it answered before."""
         prompt = self._tokens.prompt(new_messages)
         room = require_room(len(prompt.ids), self._engine.max_model_len)
         self._requests += 1
         made = await self._engine.generate(
             prompt.ids,
-            replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+            replace(
+                sampling,
+                max_tokens=min(sampling.max_tokens, room),
+                seed=None if sampling.seed is None else sampling.seed + self._requests,
+            ),
             request_id=f"{self._id}-{self._requests}-{uuid.uuid4().hex[:8]}",
             session_id=self._id,
         )

@@ -102,7 +102,12 @@ class Copies:
             return None
         text = expanded(self.dockerfile, at, raw, env)
         if re.fullmatch(r"0*[0-7]{1,4}", text):
-            return int(text, 8)
+            mode = int(text, 8)
+            if mode & 0o6000:  # the classic builder's chown takes these bits away
+                raise self.dockerfile.unsupported(
+                    at, f"--chmod={text} needs BuildKit", "RUN chmod after it", "--chmod"
+                )
+            return mode
         if re.fullmatch(r"[0-9]+", text):
             raise self.dockerfile.error(
                 at, f"--chmod={text} is no octal mode", "use 0 to 07777", token="--chmod"

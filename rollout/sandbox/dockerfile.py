@@ -403,10 +403,10 @@ def heredoc_name(word: str) -> tuple[str, bool] | None:
 
 
 def _what_was_meant(keyword: str, last: Instruction | None) -> str:
-    if close := get_close_matches(keyword, KEYWORDS, n=1, cutoff=0.75):
-        return f"{close[0]} is meant?"
     if last is not None and "<<" in last.rest and last.keyword in HEREDOC_KEYWORDS:
         return "is this a heredoc's body? `<<` must begin a word: put a space before it"
+    if close := get_close_matches(keyword, KEYWORDS, n=1, cutoff=0.75):
+        return f"{close[0]} is meant?"
     if last is not None:
         return (
             f"if it continues the {last.keyword} of line {last.line}, end the line before it with a backslash"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import docker
 from docker.errors import DockerException
+
 from rollcage.rollout.sandbox.faults import engine_fault
 
 T = TypeVar("T")

@@ -145,7 +145,11 @@ _BUILDER = (
     Rule("image_build", r"^(when using|cannot normalize|failed to process|failed to parse) "),
 )
 
-_WAYS_IN = {"create": "container_start", "start": "container_start", "network": "network_setup"}
+_DOINGS = (
+    (r"exec|attach|copy|read|stop", "container_lost"),
+    (r"network", "network_setup"),
+    (r"create|start|run", "container_start"),
+)
 """What a failure is that no rule names, by the words of what was being done; otherwise `container_lost`."""
 
 
@@ -213,8 +217,7 @@ def _by_status(status: int, doing: str) -> str:
         return "docker_timeout"
     if status == 400:
         return "container_config"
-    words = doing.lower()
-    return next((name for word, name in _WAYS_IN.items() if word in words), "container_lost")
+    return next((name for word, name in _DOINGS if re.search(word, doing)), "container_lost")
 
 
 def _unanswered(error: Exception) -> str:

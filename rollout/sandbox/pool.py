@@ -47,7 +47,7 @@ class SandboxPool:
         self.settings = settings
         self.host = host
         self.job = job
-        self.images = Images(engine, build_slots=settings.build_slots)
+        self.images = Images(engine, host=host, build_slots=settings.build_slots)
         self.networks = Networks(
             engine, host, cidr=settings.network_cidr, leases_per_bridge=settings.leases_per_bridge
         )
@@ -69,9 +69,8 @@ class SandboxPool:
         """A running sandbox of `image`. Waits for a network lease. Raises `SandboxError` or `TaskError`."""
         lease = await self.networks.lease(network_mode or environment.network_mode)
         try:
-            sandbox = await start_sandbox(
-                self.engine, self._spec(image, environment, attempt_id, role, lease.name)
-            )
+            spec = self._spec(image, environment, attempt_id, role, lease.name)
+            sandbox = await start_sandbox(self.engine, spec, image_user=image.user)
         except BaseException:
             self.networks.release(lease)
             raise
@@ -90,9 +89,10 @@ class SandboxPool:
             self.networks.release(held[1])
 
     async def close(self) -> Reaped:
-        """Remove whatever this pool still has on its engine: containers, networks, dangling images."""
-        await self.networks.close()
-        return await reap(self.engine, host=self.host, job=self.job, now=time.time())
+        """End what is being built, and remove whatever this host still has on its engine: containers,
+        networks, unfinished images."""
+        await self.images.close()
+        return await reap(self.engine, host=self.host, job=None, now=time.time())
 
     def _spec(
         self, image: BuiltImage, environment: Environment, attempt_id: str, role: str, network: str

@@ -254,6 +254,7 @@ def test_a_build_that_the_registry_failed_is_tried_again_and_ends_the_task_only_
     assert len(world.preparations) == BY_NAME["image_pull"].retries + 1
     assert world.outcomes() == {key: (Outcome.INVALID, "image_pull") for key in keys(1, 4)}
     assert not world.assignments
+    assert world.now >= 5 + 10 + 20 + 40, "each retry of a build waits twice as long"
 
 
 def test_a_build_that_failed_on_one_host_is_tried_on_another() -> None:
@@ -402,6 +403,32 @@ def test_a_host_that_fails_everything_costs_each_rollout_one_attempt() -> None:
     ).run()
     assert set(world.outcomes().values()) == {PASSED}
     assert max(world.attempts().values()) <= 2
+
+
+def test_a_retry_goes_back_to_its_host_when_the_other_one_is_drained() -> None:
+    scheduler = Scheduler(keys(1, 1), concurrency=1, hosts={"h": 1, "i": 1})
+    (build,) = scheduler.prepare(0.0)
+    scheduler.prepared(build.preparation_id, None, None, 0.0)
+    (attempt,) = scheduler.next(0.0)
+    end = scheduler.ended(attempt.attempt_id, Outcome.INVALID, "container_lost", None, 1.0)
+    assert end is not None
+    assert end.retry_at is not None
+    assert scheduler.next(end.retry_at) == []
+    scheduler.host_up("i", 0, end.retry_at)
+    assert [a.host for a in scheduler.next(end.retry_at)] == [attempt.host]
+
+
+def test_of_two_hosts_that_are_ready_the_emptier_one_is_taken() -> None:
+    scheduler = Scheduler(keys(1, 8), concurrency=8, hosts={"h": 2, "i": 2})
+    running: list[Assignment] = []
+    for _ in range(2):
+        for build in scheduler.prepare(0.0):
+            scheduler.prepared(build.preparation_id, None, None, 0.0)
+        running += scheduler.next(0.0)
+    assert Counter(a.host for a in running) == {"h": 2, "i": 2}
+    scheduler.host_up("h", 8, 0.0)
+    scheduler.host_up("i", 8, 0.0)
+    assert Counter(a.host for a in scheduler.next(0.0)) == {"h": 2, "i": 2}
 
 
 def test_a_lost_hosts_attempts_run_elsewhere_and_its_late_reports_are_ignored() -> None:
@@ -580,6 +607,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 30))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
+        assert self.scheduler.host_down("nobody", self.now) == []
 
     @rule()
     def dispatch(self) -> None:
@@ -590,6 +618,7 @@ class Machine(RuleBasedStateMachine):
             assert assignment.key.task_key not in self.quarantined
             assert self.due.get(assignment.key, 0.0) <= self.now
             assert not self.cancelled
+            self.due.pop(assignment.key, None)
             self.running[assignment.attempt_id] = assignment
             self.dispatched += 1
             here = [running for running in self.running.values() if running.host == assignment.host]
@@ -694,6 +723,7 @@ class Machine(RuleBasedStateMachine):
             assert end.key not in self.final
             self.final[end.key] = end
         assert sum(counts.outcomes.values()) == len(self.final)
+        assert counts.delayed == sum(due > self.now for key, due in self.due.items() if key not in self.final)
         self.quarantined = set(counts.quarantined)
 
     def teardown(self) -> None:

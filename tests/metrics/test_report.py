@@ -202,10 +202,10 @@ def test_a_run_in_which_nothing_has_ended_yet_has_a_report(tmp_path: Path) -> No
 def test_the_table_shows_what_a_person_asks_first(run: Location) -> None:
     text = shown(summarize(run))
     for expected in (
-        "6 rollouts, 5 attempts (1 retries) in 3.0 s, 2.00 rollouts/s",
+        "6 rollouts, 5 attempts (retries: 1) in 3.0 s, 2.00 rollouts/s",
         "66.7%",
-        "20.8% to 93.9%",
-        "33.3% / 83.3%",
+        "20.8-93.9%",
+        "33.3-83.3%",
         "0.75 (2)",
         "quarantined:",
         "2 image_build",

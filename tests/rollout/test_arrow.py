@@ -258,14 +258,21 @@ def test_the_page_of_the_schema_is_current() -> None:
 def test_shards_are_numbered_and_none_is_written_over(tmp_path: Path) -> None:
     run = a_run(tmp_path, [an_attempt()])
     first = Path(run.shards("rollouts")[0]).read_bytes()
-    (tmp_path / "rollouts" / "part-00007.arrow").write_bytes(first)
-    assert (
-        Path(run.write_shard("rollouts", [rollouts_batch([(an_attempt("b"), 1, 1)])])).name
-        == "part-00008.arrow"
-    )
-    names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert names == ["part-00000.arrow", "part-00007.arrow", "part-00008.arrow"]
-    assert (tmp_path / "rollouts" / "part-00000.arrow").read_bytes() == first
+    (tmp_path / "rollouts" / "part-00001.arrow").write_bytes(first)
+    another = [rollouts_batch([(an_attempt("b"), 1, 1)])]
+    assert Path(run.write_shard("rollouts", another)).name == "part-00002.arrow"
+    (tmp_path / "rollouts" / "part-99999.arrow").write_bytes(first)
+    later = Location(tmp_path)
+    assert Path(later.write_shard("rollouts", another)).name == "part-100000.arrow"
+    assert [path.rpartition("/")[2] for path in later.shards("rollouts")] == [
+        "part-00000.arrow",
+        "part-00001.arrow",
+        "part-00002.arrow",
+        "part-99999.arrow",
+        "part-100000.arrow",
+    ]
+    for copy in ("part-00000", "part-00001", "part-99999"):
+        assert (tmp_path / "rollouts" / f"{copy}.arrow").read_bytes() == first
 
 
 def test_a_shard_that_a_kill_left_half_written_is_not_read(tmp_path: Path) -> None:

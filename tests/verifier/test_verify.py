@@ -53,10 +53,10 @@ async def test_the_tests_see_the_agents_work_and_their_reward_counts(
 
 
 async def test_the_exit_code_of_the_tests_is_ignored(sandbox: Sandbox, make_task: MakeTask) -> None:
-    assert (await verify(sandbox, make_task(f"echo 1.0 >{REWARD}; exit 1"))).value == 1.0
     error = await refused(sandbox, make_task("echo all passed; exit 0"), "reward_missing")
     assert error.evidence.exit_code == 0
     assert error.evidence.log_tail == "all passed\n"
+    assert (await verify(sandbox, make_task(f"echo 1.0 >{REWARD}; exit 1"))).value == 1.0
 
 
 async def test_reward_json_wins_and_test_ids_are_kept(sandbox: Sandbox, make_task: MakeTask) -> None:
@@ -161,7 +161,7 @@ async def test_a_daemon_that_holds_the_scripts_pipe_ends_by_the_timeout(
     script = f"(echo started; setsid sleep 1000 &) 2>&1 | tee /logs/verifier/log; echo 1 >{REWARD}"
     error = await refused(sandbox, make_task(script, timeout_sec=2.0), "verifier_timeout")
     assert error.evidence.log_tail == "started\n"
-    assert b"sleep" not in await processes(sandbox)
+    assert b"sleep\x001000" not in await processes(sandbox)
 
 
 async def test_a_daemon_that_the_script_leaves_does_not_hold_us_and_cannot_change_the_reward(
@@ -169,7 +169,7 @@ async def test_a_daemon_that_the_script_leaves_does_not_hold_us_and_cannot_chang
 ) -> None:
     script = f"echo 1 >{REWARD}; setsid sh -c 'sleep 1000; echo 0 >{REWARD}' & exit 0"
     assert (await verify(sandbox, make_task(script, timeout_sec=30.0))).value == 1.0
-    assert b"sleep" not in await processes(sandbox)
+    assert b"sleep\x001000" not in await processes(sandbox)
 
 
 async def test_what_a_step_was_graded_with_is_gone_before_the_next(

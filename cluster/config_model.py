@@ -1,0 +1,169 @@
+"""The settings of a job, as pydantic models: types, ranges, defaults, and what each means.
+
+`config.load_job` reads them from a file; what one setting alone cannot show is checked there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from rollcage.rollout.agents.base import load_agent
+from rollcage.rollout.policies.base import Sampling
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Factor = Annotated[float, Field(gt=0)]
+
+
+class Settings(BaseModel):
+    """Unknown keys are refused and values are not guessed at: `true` is no number, `"4"` is none either."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class SamplingConfig(Settings):
+    """How tokens are drawn, in vLLM's terms."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, description="-1: all tokens.")
+    max_tokens: Count = Field(default=1024, description="Sampled tokens of one answer, at most.")
+    stop: list[str] = Field(default=[], description="Texts that end an answer.")
+    seed: int | None = Field(default=None, description="None: each rollout's own, from the job's seed.")
+    extra: dict[str, Any] = Field(
+        default={}, description="Further fields of the engine's sampling parameters."
+    )
+
+    def sampling(self) -> Sampling:
+        """As agents and policies take it."""
+        return Sampling(**{**self.model_dump(), "stop": tuple(self.stop)})
+
+
+class VllmPolicyConfig(Settings):
+    """A model served by vLLM in Ray actors."""
+
+    kind: Literal["vllm"]
+    model: str = Field(description="A Hugging Face id, a directory, or `smollm2`.")
+    replicas: Count = 1
+    num_cpus: float = Field(default=0.0, ge=0, description="What Ray sets aside for each replica.")
+    num_gpus: float = Field(default=0.0, ge=0, description="0: the model runs on the CPU.")
+    threads: Count | None = Field(
+        default=None, description="OpenMP threads of a replica without a GPU; None: all cores."
+    )
+    engine_args: dict[str, Any] = Field(default={}, description="vLLM's AsyncEngineArgs, by name.")
+    template_kwargs: dict[str, Any] = Field(default={}, description="Variables of the model's chat template.")
+    request_timeout_sec: Seconds = 600.0
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class ScriptedPolicyConfig(Settings):
+    """Answers from a file, for tests and demos."""
+
+    kind: Literal["scripted"]
+    file: str = Field(description="YAML of answers by task.")
+    sampling: SamplingConfig = SamplingConfig()
+
+
+PolicyConfig = Annotated[VllmPolicyConfig | ScriptedPolicyConfig, Field(discriminator="kind")]
+
+
+class AgentConfig(Settings):
+    """One agent of the job; a bare name stands for `{name: ...}`."""
+
+    name: str = Field(min_length=1, description="An agent's name, or module:Class.")
+    label: Name | None = Field(
+        default=None, description="What records call it; needed where a name is used twice."
+    )
+    options: dict[str, Any] = Field(default={}, description="The agent's own: limits, prompts.")
+    policy: str | None = Field(
+        default=None, description="None: the job's only policy, where the agent needs one."
+    )
+    samples: Count | None = Field(default=None, description="None: the job's.")
+
+    @property
+    def called(self) -> str:
+        """The label, else the name; of a `module:Class` the class."""
+        return self.label or self.name.rpartition(":")[2]
+
+
+class NetworkConfig(Settings):
+    """The networks that sandboxes with internet share."""
+
+    cidr: str | None = Field(default=None, description="Addresses for them; None: the engine's own pools.")
+    leases_per_bridge: int = Field(default=900, ge=1, le=1000, description="A Linux bridge has 1,023 ports.")
+
+    @field_validator("cidr")
+    @classmethod
+    def _is_cidr(cls, cidr: str | None) -> str | None:
+        if cidr is not None:
+            ipaddress.IPv4Network(cidr)
+        return cidr
+
+
+class SandboxConfig(Settings):
+    """Sandboxes. `cpus`, `memory_mb`, `storage_mb` stand in where a task sets none."""
+
+    docker_host: str | None = Field(
+        default=None, description="The engine's address; None: DOCKER_HOST or the socket."
+    )
+    build_slots: Count = Field(default=2, description="Image builds at once on a host.")
+    pids: Count = 1024
+    cpus: float | None = Field(default=None, gt=0)
+    memory_mb: Count | None = Field(default=None, description="MiB.")
+    storage_mb: Count | None = Field(default=None, description="MiB.")
+    deadline_sec: Seconds = Field(
+        default=6 * 3600.0, description="A sandbox ends by itself so long after its start."
+    )
+    runtime: str | None = Field(default=None, description="An OCI runtime that the engine has: runsc, kata.")
+    network: NetworkConfig = NetworkConfig()
+
+
+class RayConfig(Settings):
+    """Ray. Without an address it is started on this machine and ended with the job."""
+
+    address: str | None = None
+    num_cpus: Count | None = None
+
+
+class JobConfig(Settings):
+    """A job: every task by every agent, `samples` times."""
+
+    name: Name = "job"
+    tasks: list[str] = Field(min_length=1, description="Task directories, directories of them, or globs.")
+    agents: list[AgentConfig] = Field(min_length=1)
+    policies: dict[Name, PolicyConfig] = {}
+    samples: Count = Field(default=1, description="Rollouts of each task and agent: a group.")
+    seed: int = 0
+    concurrency: Count = Field(default=8, description="Rollouts at once.")
+    pass_threshold: float = Field(default=1.0, description="A primary reward of at least so much has passed.")
+    reward_key: str | None = Field(
+        default=None, description="The primary reward of a reward.json with several keys."
+    )
+    skip_unready: bool = Field(default=False, description="Leave out tasks whose variables are not set.")
+    output: str | None = Field(default=None, description="The run directory; None: runs/<name>-<time>.")
+    agent_timeout_sec: Seconds | None = Field(default=None, description="In the place of every task's own.")
+    agent_timeout_multiplier: Factor = 1.0
+    verifier_timeout_multiplier: Factor = 1.0
+    retries: dict[str, Annotated[int, Field(ge=0, le=100)]] = Field(
+        default={}, description="Retries by error class, in the place of the outcome table's."
+    )
+    max_quarantined_tasks: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Stop the job when more tasks than this are quarantined."
+    )
+    sandbox: SandboxConfig = SandboxConfig()
+    ray: RayConfig = RayConfig()
+
+    def policy_of(self, agent: AgentConfig) -> str | None:
+        """The policy that the agent works with: its own, or the job's only one; None where it needs none."""
+        if not load_agent(agent.name, agent.options).needs_policy:
+            return None
+        return agent.policy or (next(iter(self.policies)) if len(self.policies) == 1 else None)
+
+    def used_policies(self) -> dict[str, VllmPolicyConfig | ScriptedPolicyConfig]:
+        """The policies that some agent works with: only they need to be started."""
+        used = {self.policy_of(agent) for agent in self.agents}
+        return {name: policy for name, policy in self.policies.items() if name in used}

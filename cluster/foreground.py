@@ -1,0 +1,170 @@
+"""`rollcage try`: one rollout in this process, without Ray, showing what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from rollcage.cluster.config import JobConfig, VllmPolicyConfig, load_job
+from rollcage.cluster.decisions import Assignment
+from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.host import SandboxHost
+from rollcage.cluster.job import model_path
+from rollcage.cluster.plan import JobPlan
+from rollcage.cluster.plan_tasks import make_plan, sandbox_settings
+from rollcage.rollout.outcome import BY_NAME, Outcome, RolloutError, Stage
+from rollcage.rollout.policies.base import Policy
+from rollcage.rollout.trajectory import Attempt
+
+
+def try_task(
+    task: Path,
+    agent: str,
+    policy: str | None,
+    options: Sequence[str],
+    *,
+    sample: int,
+    keep: bool,
+    docker_host: str | None,
+    console: Console,
+) -> Attempt:
+    """Run one attempt at a task and return its record.
+
+    Raises `InputError` for a bad task, agent or option, and `CouldNotRun` where engine or model cannot be had.
+    """
+    settings = {
+        "tasks": [str(task)],
+        "agents": [{"name": agent, "options": dict(map(_option, options))}],
+        "policy": policy,
+        "samples": sample + 1,
+    }
+    config = load_job(None, [f"sandbox.docker_host={docker_host}"] if docker_host else [], settings)
+    plan = make_plan(config)
+    if len(plan.task_keys()) != 1:
+        raise InputError(f"{task} holds {len(plan.task_keys())} tasks: name one of them")
+    if plan.broken:
+        raise InputError(f"{plan.broken[0].error_class}:\n{plan.broken[0].evidence.message}")
+    try:
+        return asyncio.run(_try(config, plan, sample, keep, console))
+    except RolloutError as error:
+        raise CouldNotRun(str(error)) from error
+
+
+def as_dict(attempt: Attempt) -> dict[str, Any]:
+    """The record as JSON values."""
+    record: dict[str, Any] = json.loads(json.dumps(asdict(attempt), default=str))
+    return record
+
+
+def show(attempt: Attempt, console: Console) -> None:
+    """Print how the attempt ended: outcome, reward, time by phase, and the evidence where there is any."""
+    colour = {"passed": "green", "failed": "yellow"}.get(attempt.outcome.value, "red")
+    console.print(f"[bold {colour}]{attempt.outcome.value}[/]" + (_why(attempt)), highlight=False)
+    if attempt.reward is not None:
+        values = ", ".join(f"{name} {value:g}" for name, value in attempt.reward.values.items())
+        console.print(
+            f"reward {attempt.reward.value:g} from {attempt.reward.source}  {values}", highlight=False
+        )
+        if attempt.outcome is not Outcome.PASSED and attempt.reward.output_tail:
+            console.rule("the verifier's output ends", style="dim")
+            console.print(escape(attempt.reward.output_tail), highlight=False, markup=True)
+    if attempt.evidence is not None:
+        console.rule(f"said by {attempt.evidence.said_by}", style="dim")
+        console.print(escape(attempt.evidence.message), highlight=False, soft_wrap=True)
+        if attempt.evidence.log_tail:
+            console.print(escape(attempt.evidence.log_tail), style="dim", highlight=False, soft_wrap=True)
+        for also in attempt.evidence.also:
+            console.print(escape(also), style="dim", highlight=False, soft_wrap=True)
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in attempt.phases.items())
+    console.print(f"[dim]{phases}[/]", highlight=False)
+
+
+def _why(attempt: Attempt) -> str:
+    if attempt.error_class is None:
+        return ""
+    row = BY_NAME[attempt.error_class]
+    return f"  {row.name} ({row.meaning}; fault of {row.fault_of})"
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InputError(f"--option {text!r}: give it as name=value")
+    return name, yaml.safe_load(value)
+
+
+async def _try(config: JobConfig, plan: JobPlan, sample: int, keep: bool, console: Console) -> Attempt:
+    def emit(line: str) -> None:
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+    async with _policies(config, emit) as policies:
+        host = SandboxHost(
+            plan.job, sandbox_settings(config), policies, reward_key=config.reward_key, emit=emit
+        )
+        name = await host.open()
+        try:
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGINT, lambda: loop.create_task(host.cancel()))
+            [task] = plan.tasks.values()
+            key = next(key for key in plan.rollouts() if key.sample == sample)
+            spec = plan.attempt(Assignment(key, 1, name, f"try-{plan.job}"))
+            prepared = await host.prepare(task)
+            if prepared.error_class is not None:
+                return Attempt(
+                    attempt_id=spec.attempt_id,
+                    job=plan.job,
+                    task=task.name,
+                    task_digest=task.digest,
+                    sample=sample,
+                    number=1,
+                    agent=spec.agent,
+                    policy="",
+                    host=name,
+                    outcome=Outcome.INVALID,
+                    error_class=prepared.error_class,
+                    stage=Stage.BUILD,
+                    evidence=prepared.evidence,
+                )
+            attempt = await host.run(spec, plan.agents[0].policy, keep=keep)
+            if keep:
+                emit(f"kept: docker exec -it rollcage-{spec.attempt_id}-main sh")
+                emit(f"remove it with: rollcage gc --job {plan.job}")
+            return attempt
+        finally:
+            await host.close(keep=keep)
+
+
+@asynccontextmanager
+async def _policies(config: JobConfig, emit: Any) -> AsyncIterator[dict[str, Policy]]:
+    """The one policy that the agent works with, in this process."""
+    from rollcage.rollout.policies.scripted import ScriptedPolicy
+    from rollcage.rollout.policies.vllm import VllmEngine, VllmPolicy
+
+    used = config.used_policies()
+    if not used:
+        yield {}
+        return
+    [(name, policy)] = used.items()
+    if not isinstance(policy, VllmPolicyConfig):
+        try:
+            yield {name: ScriptedPolicy(policy.file, name=name)}
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        return
+    emit(f"starting {policy.model}")
+    engine = VllmEngine(await asyncio.to_thread(model_path, policy.model), policy.engine_args)
+    await engine.start()
+    try:
+        yield {name: VllmPolicy(engine, name=name, template_kwargs=policy.template_kwargs)}
+    finally:
+        await engine.close()

@@ -1,0 +1,107 @@
+"""From a job's configuration to its plan: tasks are read, bad ones set apart, variables checked."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rollcage.cluster.checks import locate_tasks
+from rollcage.cluster.config import JobConfig
+from rollcage.cluster.decisions import TaskKey
+from rollcage.cluster.errors import InputError
+from rollcage.cluster.plan import AgentPlan, BrokenTask, JobPlan
+from rollcage.rollout.outcome import Evidence
+from rollcage.rollout.policies.base import Sampling
+from rollcage.rollout.sandbox.pool import SandboxSettings
+from rollcage.rollout.task import Problem, Task, check_task, missing_env, name_apart, task_digest
+
+
+def make_plan(config: JobConfig, environ: Mapping[str, str] | None = None) -> JobPlan:
+    """Read every task of the job.
+
+    Raises `InputError` where there is no task, or where tasks need variables that `environ` (this process's, by
+    default) does not have and the job does not `skip_unready`: one message with all of them.
+    """
+    environ = os.environ if environ is None else environ
+    loaded: list[Task] = []
+    broken: list[BrokenTask] = []
+    for path in locate_tasks(config.tasks):
+        task, problems = check_task(path)
+        if task is not None:
+            loaded.append(task)
+        else:
+            broken.append(_broken(path, problems))
+    tasks = {
+        TaskKey(task.name, task.digest): task
+        for task in _ready(config, name_apart(loaded, Path.cwd()), environ)
+    }
+    if not tasks and not broken:
+        raise InputError("no task is left to run: every one of them needs variables that are not set")
+    return JobPlan(
+        job=f"{config.name}-{uuid.uuid4().hex[:8]}",
+        agents=tuple(
+            AgentPlan(
+                label=agent.called,
+                agent=agent.name,
+                samples=agent.samples or config.samples,
+                options=agent.options,
+                policy=policy,
+                sampling=config.policies[policy].sampling.sampling() if policy else Sampling(),
+            )
+            for agent in config.agents
+            for policy in [config.policy_of(agent)]
+        ),
+        tasks=tasks,
+        broken=tuple(broken),
+        concurrency=config.concurrency,
+        build_slots=config.sandbox.build_slots,
+        seed=config.seed,
+        retries=config.retries,
+        max_quarantined_tasks=config.max_quarantined_tasks,
+        agent_timeout_sec=config.agent_timeout_sec,
+        agent_timeout_multiplier=config.agent_timeout_multiplier,
+        pass_threshold=config.pass_threshold,
+    )
+
+
+def sandbox_settings(config: JobConfig, environ: Mapping[str, str] | None = None) -> SandboxSettings:
+    """The job's sandboxes as a host takes them."""
+    sandbox = config.sandbox
+    return SandboxSettings(
+        docker_host=sandbox.docker_host,
+        build_slots=sandbox.build_slots,
+        pids=sandbox.pids,
+        cpus=sandbox.cpus,
+        memory_mb=sandbox.memory_mb,
+        storage_mb=sandbox.storage_mb,
+        deadline_sec=sandbox.deadline_sec,
+        runtime=sandbox.runtime,
+        network_cidr=sandbox.network.cidr,
+        leases_per_bridge=sandbox.network.leases_per_bridge,
+        environ=dict(os.environ if environ is None else environ),
+    )
+
+
+def _broken(path: Path, problems: Sequence[Problem]) -> BrokenTask:
+    malformed = [problem for problem in problems if problem.error_class == "task_malformed"]
+    error_class = (malformed or problems)[0].error_class
+    evidence = Evidence("\n".join(map(str, problems)), "task files").capped()
+    return BrokenTask(TaskKey(path.resolve().name, task_digest(path)), error_class, evidence)
+
+
+def _ready(config: JobConfig, tasks: Sequence[Task], environ: Mapping[str, str]) -> list[Task]:
+    """The tasks whose variables are set."""
+    oracle = any(agent.name == "oracle" for agent in config.agents)
+    missing = {task.name: missing_env(task, environ, solution=oracle) for task in tasks}
+    if any(missing.values()) and not config.skip_unready:
+        lines = [
+            f"{task}: {variable} ({where})" for task, found in missing.items() for variable, where in found
+        ]
+        count = sum(bool(found) for found in missing.values())
+        raise InputError(
+            f"{count} of {len(tasks)} tasks need variables that are not set; set them, or leave these tasks out "
+            "with --skip-unready (skip_unready: true):\n  " + "\n  ".join(lines)
+        )
+    return [task for task in tasks if not missing[task.name]]

@@ -1,0 +1,55 @@
+"""Prints docs/outcomes.md from the outcome table: `python -m rollcage.rollout.outcome_page > docs/outcomes.md`."""
+
+from __future__ import annotations
+
+from rollcage.rollout.outcome import TABLE, Domain, ErrorClass, Quarantine, Stage
+
+_INTRODUCTION = """# Outcomes
+
+*Made from `rollout/outcome.py` by `python -m rollcage.rollout.outcome_page`; do not edit.*
+
+Every attempt ends in exactly one record, every rollout in exactly one outcome: `passed`, `failed`, `invalid` (no attempt
+gave a reward that counts) or `cancelled`. An attempt that did not simply pass or fail has one of these error classes.
+
+- Who said it decides, never what a sandbox printed: classes come from exception types, status codes and error messages of
+  the Engine's API, and container state.
+- An agent that met a limit is graded all the same: its rollout is `passed` or `failed`, with the class beside it.
+- Unknown is `internal_error` with no reward, never a 0.
+- The first fault names the attempt; a later one, in teardown for instance, is added to its evidence.
+- A quarantined task gets no further attempt in the job; its rollouts that wait end `invalid` with the class.
+- Only the failed sample is run again, never its whole group.
+"""
+
+_QUARANTINE = {
+    Quarantine.NEVER: "no",
+    Quarantine.AT_ONCE: "at once",
+    Quarantine.AFTER_RETRIES: "after the retries",
+}
+
+
+def page() -> str:
+    """The page as Markdown."""
+    sections = [_INTRODUCTION]
+    for domain in Domain:
+        rows = [row for row in TABLE if row.domain is domain]
+        sections.append(
+            f"## {domain}\n\nFault of: {', '.join(dict.fromkeys(row.fault_of for row in rows))}.\n\n"
+            "| error class | meaning | stage | reward | retries | first wait | quarantine |\n"
+            "|---|---|---|---|---|---|---|\n" + "\n".join(map(_row, rows)) + "\n"
+        )
+    return "\n".join(sections)
+
+
+def _row(row: ErrorClass) -> str:
+    stages = "any" if len(row.stages) == len(Stage) else ", ".join(row.stages)
+    reward = "graded" if row.reward_valid else "none"
+    wait = f"{row.backoff_sec:g} s" if row.retries else ""
+    host = ", another host" if row.other_host else ""
+    return (
+        f"| `{row.name}` | {row.meaning} | {stages} | {reward} | {row.retries}{host} | {wait} "
+        f"| {_QUARANTINE[row.quarantine]} |"
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,88 @@
+"""What a sandbox's container is made with: limits, hardening, and nothing of the image's own start.
+
+Capabilities: all are dropped, then `KEPT_CAPABILITIES` are given. Against the engine's default set, MKNOD and
+SETPCAP are gone. What stays is what the everyday tools of a root user need: apt-get and dpkg (CHOWN,
+DAC_OVERRIDE, FOWNER, FSETID, SETFCAP), useradd, su and services that drop root (SETUID, SETGID, AUDIT_WRITE),
+kill, chroot, low ports, and ping (NET_RAW: Debian's has it as a file capability and does not start without).
+New privileges are off: a setuid program such as sudo gives a user nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rollcage.rollout.sandbox.base import SandboxSpec
+from rollcage.rollout.sandbox.link import supervisor_argv
+
+KEPT_CAPABILITIES = (
+    "AUDIT_WRITE",
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "NET_BIND_SERVICE",
+    "NET_RAW",
+    "SETFCAP",
+    "SETGID",
+    "SETUID",
+    "SYS_CHROOT",
+)
+
+OOM_SCORE_ADJ = 500
+"""When the host runs out of memory, sandboxes die before what serves them. Their own processes stand at
+1000, so that PID 1 is the last to go within one."""
+
+MIB = 1 << 20
+
+
+def container_config(spec: SandboxSpec) -> dict[str, Any]:
+    """The body of the engine's container-create request."""
+    config: dict[str, Any] = {
+        "Image": spec.image,
+        "Entrypoint": supervisor_argv(),
+        "Cmd": [],
+        "User": "0",
+        "Env": [f"{name}={value}" for name, value in spec.env.items()],
+        "OpenStdin": True,
+        "StdinOnce": True,
+        "AttachStdin": True,
+        "AttachStdout": True,
+        "AttachStderr": True,
+        "Tty": False,
+        "Labels": {"rollcage.deadline": str(int(time.time() + spec.deadline_sec)), **spec.labels},
+        # The image's own would be an exec of the engine every few seconds.
+        "Healthcheck": {"Test": ["NONE"]},
+        "HostConfig": _host_config(spec),
+    }
+    if spec.workdir is not None:
+        config["WorkingDir"] = spec.workdir
+    return config
+
+
+def _host_config(spec: SandboxSpec) -> dict[str, Any]:
+    host: dict[str, Any] = {
+        "PidsLimit": spec.pids,
+        "NetworkMode": spec.network,
+        "Init": False,
+        "AutoRemove": False,
+        "LogConfig": {"Type": "none", "Config": {}},
+        "OomScoreAdj": OOM_SCORE_ADJ,
+        "SecurityOpt": ["no-new-privileges"],
+        "CapDrop": ["ALL"],
+        "CapAdd": list(KEPT_CAPABILITIES),
+        # No limit on open files: an engine refuses one above its own, which it does not tell.
+        "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
+    }
+    if spec.memory_mb is not None:
+        # The same for memory and swap: no swap.
+        host["Memory"] = host["MemorySwap"] = spec.memory_mb * MIB
+    if spec.cpus is not None:
+        host["NanoCpus"] = round(spec.cpus * 1e9)
+    if spec.storage_mb is not None:
+        limit = spec.storage_mb * MIB
+        host["Ulimits"].append({"Name": "fsize", "Soft": limit, "Hard": limit})
+    if spec.runtime is not None:
+        host["Runtime"] = spec.runtime
+    return host

@@ -1,0 +1,121 @@
+"""Removes what dead workers left on an engine: by our labels and their deadlines, and nothing else.
+
+Containers and networks are ours where they have `rollcage.host`, images where they have `rollcage.build`. One that
+lacks the label is never touched, whatever its name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from docker.errors import APIError, NotFound
+
+from rollcage.rollout.sandbox.engine import Engine
+
+HOST_LABEL = "rollcage.host"
+JOB_LABEL = "rollcage.job"
+DEADLINE_LABEL = "rollcage.deadline"
+"""Unix seconds, whole, after which a container or a network is nobody's any more."""
+
+BUILD_LABEL = "rollcage.build"
+"""On images that a host's builds made, finished or not: that host."""
+
+LONGEST_BUILD_SEC = 24 * 3600.0
+"""An unfinished image of another host is left over once it is older than any build."""
+
+
+@dataclass(frozen=True)
+class Reaped:
+    """How many of each were removed."""
+
+    containers: int = 0
+    networks: int = 0
+    images: int = 0
+
+
+async def reap(engine: Engine, *, host: str | None, job: str | None, now: float) -> Reaped:
+    """Remove containers past their deadline at `now` (Unix seconds), and those of this host and job (of both
+    where both are given; none but those past their deadline where neither is). Then networks and unfinished
+    images: this host's, and of any other those past their deadline.
+
+    What is gone already, or in use, is no error. Raises `SandboxError`.
+    """
+    containers = await engine.call(
+        "list containers", lambda api: api.containers(all=True, filters={"label": HOST_LABEL})
+    )
+    removed = 0
+    for container in containers:
+        if _is_due(container.get("Labels") or {}, host, job, now):
+            removed += await _remove(
+                engine, "remove a container", partial(_remove_container, container["Id"])
+            )
+    networks = await remove_networks(engine, host, now=now)
+    return Reaped(removed, networks, await remove_dangling_images(engine, host, now=now))
+
+
+async def remove_networks(engine: Engine, host: str | None, *, now: float) -> int:
+    """Remove networks to which nothing is attached: this host's, and any past their deadline. Returns how
+    many."""
+    networks = await engine.call("list networks", lambda api: api.networks(filters={"label": HOST_LABEL}))
+    removed = 0
+    for network in networks:
+        if _is_due(network.get("Labels") or {}, host, None, now):
+            removed += await _remove(engine, "remove a network", partial(_remove_network, network["Id"]))
+    return removed
+
+
+async def remove_dangling_images(engine: Engine, host: str | None, *, now: float | None = None) -> int:
+    """Remove untagged images that builds left: this host's, and any that are too old to be in the making.
+    Must not run while this host builds. Returns how many."""
+    images = await engine.call(
+        "list images", lambda api: api.images(filters={"label": BUILD_LABEL, "dangling": True})
+    )
+    before = (time.time() if now is None else now) - LONGEST_BUILD_SEC
+    removed = 0
+    for image in images:
+        mine = host is not None and (image.get("Labels") or {}).get(BUILD_LABEL) == host
+        if mine or image["Created"] < before:
+            removed += await _remove(engine, "remove an image", partial(_remove_image, image["Id"]))
+    return removed
+
+
+def _is_due(labels: Mapping[str, str], host: str | None, job: str | None, now: float) -> bool:
+    deadline = labels.get(DEADLINE_LABEL, "")
+    if deadline.isdecimal() and int(deadline) < now:
+        return True
+    if host is None and job is None:
+        return False
+    return host in (None, labels.get(HOST_LABEL)) and job in (None, labels.get(JOB_LABEL))
+
+
+def _remove_container(container_id: str, api: Any) -> None:
+    api.remove_container(container_id, force=True, v=True)
+
+
+def _remove_network(network_id: str, api: Any) -> None:
+    api.remove_network(network_id)
+
+
+def _remove_image(image_id: str, api: Any) -> None:
+    api.remove_image(image_id)
+
+
+async def _remove(engine: Engine, doing: str, remove: Callable[[Any], None]) -> int:
+    """1 where it was removed; 0 where it is gone, going, or in use."""
+
+    def attempt(api: Any) -> int:
+        try:
+            remove(api)
+        except NotFound:
+            return 0
+        except APIError as error:
+            if error.status_code in (403, 409):
+                return 0
+            raise
+        return 1
+
+    return await engine.call(doing, attempt)

@@ -1,0 +1,74 @@
+"""A sandbox's storage budget, measured: Docker's own quota needs a filesystem that few hosts have.
+
+The engine walks the container's writable layer, which takes time in proportion to its files. So the watch looks
+again soon only where something grows. No single file can pass the budget meanwhile (`fsize`, see `hostconfig`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from rollcage.rollout.outcome import SandboxError
+from rollcage.rollout.sandbox.engine import Engine
+
+FIRST_SEC, SHORTEST_SEC, LONGEST_SEC = 5.0, 5.0, 60.0
+COST_RATIO = 50
+"""At most one part in so many of a sandbox's life is spent on measuring it."""
+
+
+class StorageWatch:
+    """Measures until stopped. Past `limit_bytes` it awaits `stop_processes` once and sets `exceeded`.
+
+    `used_bytes` is the last measurement. It needs a running event loop from its making.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        container_id: str,
+        limit_bytes: int,
+        stop_processes: Callable[[], Awaitable[None]],
+        *,
+        first_sec: float = FIRST_SEC,
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.exceeded = False
+        self.error: SandboxError | None = None
+        self._engine = engine
+        self._id = container_id
+        self._stop_processes = stop_processes
+        self._first_sec = first_sec
+        self._task = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Measure no more."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _watch(self) -> None:
+        interval = self._first_sec
+        try:
+            while not self.exceeded:
+                await asyncio.sleep(interval)
+                began = time.monotonic()
+                before, self.used_bytes = self.used_bytes, await self._measure()
+                if self.used_bytes > self.limit_bytes:
+                    self.exceeded = True
+                    await self._stop_processes()
+                grown = self.used_bytes - before > self.limit_bytes // 100
+                interval = SHORTEST_SEC if grown else min(LONGEST_SEC, 2 * interval)
+                interval = max(interval, COST_RATIO * (time.monotonic() - began))
+        except SandboxError as error:
+            # A sandbox that is gone says so to whoever uses it; here it only ends the watch.
+            self.error = error
+
+    async def _measure(self) -> int:
+        """Bytes in the container's writable layer."""
+        found = await self._engine.call(
+            "measure a container",
+            lambda api: api.containers(all=True, size=True, filters={"id": self._id}),
+        )
+        return int(found[0].get("SizeRw") or 0) if found else 0

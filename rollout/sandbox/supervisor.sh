@@ -1,0 +1,174 @@
+# Keeps one shell on one stream. It is PID 1 of a sandbox, and the parent of the shell of any other user.
+#
+# Written for dash, bash and busybox ash alike, with builtins alone: nothing that the image holds, and no
+# limit on processes, can keep it from its work. The host sends this file behind these settings:
+#
+#   rc_key       a secret: what follows it on stdout or stderr is this script's word
+#   rc_seconds   seconds until it ends by itself; empty for another user's shell, which ends with its sandbox
+#
+# It says, each a line behind the secret:
+#
+#   ready PID KIND                              KIND is bash or sh: what this script runs in
+#   ended NUMBER STATUS OOM CLEARED             a shell ended; OOM kills so far; 1 if by signal 44
+#   interrupted                                 signal 43 is done
+#   oom COUNT                                   the answer to signal 45
+#
+# The child that takes commands is a fork of this process, so that nothing in the image has a say in what it
+# does until the host has it replace itself with the agent's shell.
+
+exec 7<&0 8>&1 9>&2 </dev/null >/dev/null 2>&1
+# Job control keeps SIGINT from being ignored in all that the agent starts. dash and ash want a terminal for
+# it, so that in an image without bash SIGINT stays ignored there.
+set -m
+
+rc_say() {
+  printf '%s %s\n' "$rc_key" "$*" >&8
+  printf '%s %s\n' "$rc_key" "$*" >&9
+}
+
+# The number of processes that the kernel killed for the sandbox's memory limit: cgroup v1, then v2.
+rc_oom() {
+  rc_kills=0
+  for rc_file in /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events; do
+    [ -r "$rc_file" ] || continue
+    while read -r rc_name rc_value; do
+      [ "$rc_name" = oom_kill ] && rc_kills=$rc_value
+    done <"$rc_file"
+  done
+}
+
+# Ends at the deadline, and has a timer that wakes this process then: whoever kills it, there is a new one.
+rc_tick() {
+  [ -n "$rc_deadline" ] && [ -z "$rc_others" ] || return 0
+  read -r rc_now rc_rest </proc/uptime
+  rc_left=$((rc_deadline - ${rc_now%%.*}))
+  [ "$rc_left" -gt 0 ] || exit 124
+  kill -0 "$rc_timer" && return 0
+  command eval 'sleep "$rc_left" 7<&- 8>&- 9>&- & rc_timer=$!'
+}
+
+rc_spawn() {
+  rc_number=$((rc_number + 1))
+  command eval 'rc_shell_main <&7 >&8 2>&9 7<&- 8>&- 9>&- & rc_shell=$!'
+}
+
+# Whoever goes past the memory limit is killed before PID 1 is.
+rc_shell_main() {
+  trap - CHLD INT 43 44 45
+  set +m
+  { echo 1000 >/proc/self/oom_score_adj; cd "$rc_home" || cd /; } 2>/dev/null
+  while rc_load "rollcage $rc_number"; do
+    eval "$rc_text"
+  done
+  exit 125
+}
+
+# State, parent and session of process $1, and the soft limit of its resident set, to which the shell gives
+# another number for each command (Linux has ignored it since 2.4.30): a command's processes inherit it.
+rc_look() {
+  rc_stat=
+  while read -r rc_line; do rc_stat=$rc_stat$rc_line; done <"/proc/$1/stat"
+  case $rc_stat in *')'*) ;; *) return 1 ;; esac
+  set -- "$1" ${rc_stat##*)}
+  rc_state=$2 rc_parent=$3 rc_session=$5 rc_mark=
+  while read -r rc_a rc_b rc_c rc_d rc_rest; do
+    case "$rc_a $rc_b $rc_c" in 'Max resident set') rc_mark=$rc_d ;; esac
+  done <"/proc/$1/limits"
+}
+
+# Kills what the shell's command in hand has started: what bears its number and is in the shell's session or
+# its direct child, and all their descendants. Daemons (their session is another) and what earlier commands
+# left in the background live on. Again until nothing is found, for it may fork meanwhile.
+rc_kill_command() {
+  rc_look "$rc_shell" || return 0
+  rc_wanted=$rc_mark rc_own=$rc_session
+  for rc_round in 1 2 3 4 5 6 7 8 9 10; do
+    rc_found=' ' rc_more=1
+    while [ -n "$rc_more" ]; do
+      rc_more=
+      for rc_pid in /proc/[0-9]*; do
+        rc_pid=${rc_pid#/proc/}
+        case " $rc_shell $rc_timer $$ 1$rc_found" in *" $rc_pid "*) continue ;; esac
+        rc_look "$rc_pid" || continue
+        case $rc_state in Z | X) continue ;; esac
+        case $rc_found in
+          *" $rc_parent "*) ;;
+          *)
+            [ "$rc_mark" = "$rc_wanted" ] || continue
+            [ "$rc_parent" = "$rc_shell" ] || [ "$rc_session" = "$rc_own" ] || continue
+            ;;
+        esac
+        rc_found="$rc_found$rc_pid "
+        rc_more=1
+      done
+    done
+    [ "$rc_found" != ' ' ] || return 0
+    kill -KILL $rc_found
+  done
+}
+
+# The shell first, so that it drops the rest of the command instead of going on behind what is killed.
+rc_interrupt() {
+  kill -43 "$rc_shell"
+  kill -CONT "$rc_shell"
+  rc_kill_command
+  rc_say interrupted
+}
+
+# The kernel lets nobody fork who has been killed, so that one kill is enough.
+rc_clear() {
+  rc_others=1
+  kill -KILL -1
+  while [ -n "$rc_others" ]; do
+    rc_others=
+    for rc_pid in /proc/[0-9]*; do
+      rc_pid=${rc_pid#/proc/}
+      [ "$rc_pid" != $$ ] && rc_look "$rc_pid" || continue
+      case $rc_state in Z | X) ;; *) rc_others=1 ;; esac
+    done
+  done
+  rc_cleared=1
+}
+
+rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline='' rc_timer='' rc_others='' rc_home=$PWD
+if [ -n "$rc_seconds" ]; then
+  read -r rc_now rc_rest </proc/uptime
+  rc_deadline=$((${rc_now%%.*} + rc_seconds))
+  trap rc_clear 44
+  rc_ends_most=20
+fi
+# SIGINT has a trap because bash would end by it; the trap is nothing that children inherit.
+trap : INT
+trap rc_tick CHLD
+trap rc_interrupt 43
+trap 'rc_oom; rc_say oom "$rc_kills"' 45
+rc_tick
+rc_spawn
+rc_say ready $$ "${BASH_VERSION:+ba}sh"
+
+while :; do
+  wait "$rc_shell"
+  rc_status=$?
+  # A trap ends a wait early, and so does a stopped shell under job control.
+  while [ "$rc_status" -ne 127 ] && kill -0 "$rc_shell"; do
+    kill -CONT "$rc_shell"
+    wait "$rc_shell"
+    rc_status=$?
+  done
+  wait "$rc_shell"
+  rc_again=$?
+  [ "$rc_again" -eq 127 ] || rc_status=$rc_again
+  # The stream is at its end: the host is gone, and nobody can ask for anything any more. An agent's own
+  # `exit 125` says the same, hence the count.
+  case $rc_status in
+    125) rc_ends=$((rc_ends + 1)) ;;
+    *) rc_ends=0 ;;
+  esac
+  [ "$rc_ends" -lt "$rc_ends_most" ] || exit 125
+  rc_oom
+  rc_say ended "$rc_number" "$rc_status" "$rc_kills" "$rc_cleared"
+  rc_cleared=0
+  rc_tick
+  # At the limit on processes a new shell needs room.
+  rc_spawn || { kill -KILL -1; rc_spawn; }
+done

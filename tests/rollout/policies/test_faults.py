@@ -1,0 +1,59 @@
+"""What a model server's failure is called."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rollcage.rollout.policies.faults import policy_fault
+
+
+class ServerError(Exception):
+    """An error of an HTTP client, as openai and anthropic make them."""
+
+    def __init__(self, status: int, said: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(said)
+        self.status_code = status
+        self.response = SimpleNamespace(headers=headers or {})
+
+
+WINDOW = "This model's maximum context length is 16384 tokens. However, you requested 20000 tokens"
+NO_ROOM = "max_tokens must be at least 1, got -186"
+PROMPT = "The decoder prompt (length 9000) is longer than the maximum model length of 8192. Make sure that"
+
+
+@pytest.mark.parametrize(
+    ("error", "error_class"),
+    [
+        (ServerError(400, WINDOW), "context_overflow"),
+        (ServerError(400, NO_ROOM), "context_overflow"),
+        (ValueError(WINDOW), "context_overflow"),
+        (ValueError(NO_ROOM), "context_overflow"),
+        (ValueError(PROMPT), "context_overflow"),
+        (ServerError(400, "temperature must be non-negative"), "policy_error"),
+        (ServerError(500, WINDOW), "policy_error"),
+        (RuntimeError(WINDOW), "policy_error"),
+        (ServerError(429, "slow down"), "rate_limited"),
+        (ServerError(529, "overloaded"), "rate_limited"),
+        (ServerError(503, "no replica"), "policy_unavailable"),
+        (ServerError(502, "bad gateway"), "policy_unavailable"),
+        (ConnectionRefusedError("refused"), "policy_unavailable"),
+        (ConnectionResetError(), "policy_unavailable"),
+        (TimeoutError(), "policy_timeout"),
+        (ServerError(504, "gateway timeout"), "policy_timeout"),
+        (ServerError(500, "boom"), "policy_error"),
+        (ServerError(401, "no key"), "policy_error"),
+    ],
+)
+def test_failures_are_named_by_type_status_and_the_servers_word(error: Exception, error_class: str) -> None:
+    fault = policy_fault(error, "generate")
+    assert fault.error_class == error_class
+    assert fault.evidence.said_by == "policy server"
+    assert fault.evidence.message.startswith(f"could not generate: {type(error).__name__}")
+
+
+def test_the_wait_that_a_server_asks_for_is_kept() -> None:
+    assert policy_fault(ServerError(429, "x", {"retry-after": "7"}), "generate").retry_after_sec == 7.0
+    dated = ServerError(429, "x", {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"})
+    assert policy_fault(dated, "generate").retry_after_sec is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +44,7 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
     """Inside the block this process is connected to Ray: to the cluster at `address`, else to one that is
     started here and ended with the block, its files with it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "warning", "log_to_driver": False}
+    common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "error", "log_to_driver": False}
     if address is not None:
         ray.init(address=address, **common)
         try:
@@ -51,6 +52,8 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
         finally:
             ray.shutdown()
         return
+    # A token of this session's own, so that Ray does not keep one in the home directory.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     files = tempfile.mkdtemp(prefix="rollcage-ray-")
     try:
         ray.init(

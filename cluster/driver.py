@@ -192,8 +192,8 @@ class Driver:
         if end.quarantined is not None:
             self._evidence[end.quarantined] = attempt.evidence or Evidence()
             self._say_quarantined(end.quarantined, attempt.error_class or "")
-        in_flight = self._scheduler.counts().in_flight
-        self._progress.attempt_ended(attempt, final=end.final, in_flight=in_flight)
+        if not end.final:
+            self._progress.retried(end.error_class or "", self._scheduler.counts().in_flight)
 
     def _join(self, host: HostClient) -> None:
         self._hosts[host.name] = host
@@ -250,7 +250,7 @@ class Driver:
         attempt = self._last.pop(end.key, None)
         if attempt is None or attempt.attempt_id != end.attempt_id:
             attempt = self._ended_unattempted(end)
-            self._progress.rollouts_ended(end.outcome, 1, self._scheduler.counts().in_flight)
+        self._progress.ended(end.outcome, self._scheduler.counts().in_flight)
         await self._ledger.record_rollout(attempt, end.attempts, self._group_size[end.key.agent])
 
     def _ended_unattempted(self, end: RolloutEnd) -> Attempt:

@@ -24,7 +24,13 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rollcage.rollout.outcome import Evidence, PolicyError, RolloutError
 from rollcage.rollout.policies.base import Sampling
-from rollcage.rollout.policies.vllm import REQUEST_TIMEOUT_SEC, Generation, VllmEngine, VllmPolicy
+from rollcage.rollout.policies.vllm import (
+    REQUEST_TIMEOUT_SEC,
+    Generation,
+    VllmEngine,
+    VllmPolicy,
+    cpu_threads,
+)
 from rollcage.rollout.tokens import Tokenizer
 
 START_SEC = 900.0
@@ -60,7 +66,7 @@ class PolicyReplica:
         self._version = version
         self._starting: asyncio.Task[VllmEngine] | None = None
         if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(threads or len(os.sched_getaffinity(0)))
+            os.environ["OMP_NUM_THREADS"] = str(threads or cpu_threads())
 
     async def info(self) -> ReplicaInfo:
         """Waits until the engine generates. Raises what `VllmEngine.start` raises."""
@@ -222,7 +228,7 @@ def start_replicas(
     """Make the actors; they load their engines when first called (`replica_policy`).
 
     `num_cpus` and `num_gpus` are what Ray sets aside for each. `threads`: OpenMP threads of an engine without
-    a GPU, by default all cores (Ray would give it one).
+    a GPU, None for `cpu_threads` (Ray itself sets as many as it sets CPUs aside, at least 1).
     """
     actor = ray.remote(PolicyReplica).options(
         num_cpus=num_cpus,

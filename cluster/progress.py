@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollcage.rollout.outcome import Outcome
-from rollcage.rollout.trajectory import Attempt
 
 LINE_SEC = 10.0
 """Seconds between lines where there is no terminal."""
@@ -53,17 +52,14 @@ class JobProgress:
         """Print a line above the bar."""
         self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def attempt_ended(self, attempt: Attempt, *, final: bool, in_flight: int) -> None:
-        """Count one attempt; `final` where its rollout ended with it."""
-        if final:
-            self._outcomes[attempt.outcome.value] += 1
-        elif attempt.error_class is not None:
-            self._retries[attempt.error_class] += 1
+    def retried(self, error_class: str, in_flight: int) -> None:
+        """Count an attempt whose rollout is tried again."""
+        self._retries[error_class] += 1
         self.show(in_flight)
 
-    def rollouts_ended(self, outcome: Outcome, count: int, in_flight: int) -> None:
-        """Count rollouts that ended without an attempt of their own."""
-        self._outcomes[outcome.value] += count
+    def ended(self, outcome: Outcome, in_flight: int) -> None:
+        """Count a rollout that has ended."""
+        self._outcomes[outcome.value] += 1
         self.show(in_flight)
 
     def show(self, in_flight: int) -> None:

@@ -277,6 +277,7 @@ async def _agent_phase(
         sampling=spec.sampling,
         trajectory=trajectory,
         clock=clock,
+        sample=spec.sample,
         emit=emit,
     )
     try:

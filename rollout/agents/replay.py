@@ -25,11 +25,13 @@ COMMAND_TIMEOUT_SEC = 600.0
 
 @dataclass(frozen=True)
 class Recording:
-    """The commands of one trajectory, a tuple for each turn. `task` and `sample` None: for any."""
+    """The commands of one trajectory, a tuple for each turn. `task` and `sample` None: for any. `agent`: who
+    gave them, where that is known."""
 
     turns: tuple[tuple[str, ...], ...]
     task: str | None = None
     sample: int | None = None
+    agent: str | None = None
 
     def serves(self, task: str, sample: int) -> bool:
         """True where this is the recording of the given rollout, or of any."""
@@ -37,8 +39,9 @@ class Recording:
 
 
 class ReplayAgent:
-    """See the module. `task` and `sample` choose another recording than the rollout's own. Raises `ValueError`
-    where the file cannot be read (at once) or holds no recording for the rollout."""
+    """See the module. `task` and `sample` choose another recording than the rollout's own, `agent` one of the
+    agents of a run that had several. Raises `ValueError` where the file cannot be read (at once), and where it
+    does not hold one recording for the rollout."""
 
     name = "replay"
     needs_policy = False
@@ -49,8 +52,10 @@ class ReplayAgent:
         path: str,
         task: str | None = None,
         sample: int | None = None,
+        agent: str | None = None,
         command_timeout_sec: float = COMMAND_TIMEOUT_SEC,
     ) -> None:
+        self.agent = agent
         self.task = task
         self.sample = sample
         self.command_timeout_sec = command_timeout_sec
@@ -63,15 +68,27 @@ class ReplayAgent:
         step, self._step = self._step, self._step + 1
         if step:
             return
-        task = context.task.name if self.task is None else self.task
-        sample = context.sample if self.sample is None else self.sample
-        found = next((recording for recording in self._recordings if recording.serves(task, sample)), None)
-        if found is None:
-            raise ValueError(f"{self.path} holds no recording of {task}, sample {sample}")
+        found = self._recording(
+            context.task.name if self.task is None else self.task,
+            context.sample if self.sample is None else self.sample,
+        )
         for commands in found.turns:
             turn = add_turn(context.trajectory)
             for command in commands:
                 await run_command(context, turn, command, timeout=self.command_timeout_sec)
+
+    def _recording(self, task: str, sample: int) -> Recording:
+        found = [recording for recording in self._recordings if recording.serves(task, sample)]
+        if self.agent is not None:
+            found = [recording for recording in found if recording.agent == self.agent]
+        if not found:
+            by = f" by {self.agent}" if self.agent is not None else ""
+            raise ValueError(f"{self.path} holds no recording of {task}, sample {sample}{by}")
+        agents = {recording.agent for recording in found}
+        if len(agents) > 1:
+            names = ", ".join(sorted(str(agent) for agent in agents))
+            raise ValueError(f"{self.path} holds {task}, sample {sample} by {names}: choose one as `agent`")
+        return found[0]
 
 
 @lru_cache(maxsize=8)
@@ -99,9 +116,9 @@ def recordings(path: str) -> tuple[Recording, ...]:
 def _of_run(run: Path) -> Iterator[Recording]:
     from rollcage.rollout.arrow import read_rollouts
 
-    for row in read_rollouts(run, columns=("task", "sample", "turns")).to_pylist():
+    for row in read_rollouts(run, columns=("task", "sample", "agent", "turns")).to_pylist():
         turns = (tuple(command["command"] for command in turn["commands"]) for turn in row["turns"])
-        yield Recording(tuple(turns), row["task"], row["sample"])
+        yield Recording(tuple(turns), row["task"], row["sample"], row["agent"])
 
 
 def _of_record(record: Any, place: str) -> Recording:

@@ -27,12 +27,9 @@ from rollcage.rollout.trajectory import Message, Segment
 REQUEST_TIMEOUT_SEC = 600.0
 """A whole answer of 8,192 tokens at the 20 tokens/s of a busy CPU takes 410 s."""
 
-CPU_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Where the user sets none. 1 GiB of KV cache, not half of the machine's memory; threads unbound, because the
-engine shares the cores with the sandboxes (bound, vLLM sets one core of each node aside for itself)."""
+engine shares the cores with the sandboxes."""
 
 CPU_ARGUMENTS = {"enforce_eager": True, "dtype": "float32"}
 """Likewise. A CPU without bfloat16 instructions is several times slower in vLLM's own choice, bfloat16."""
@@ -100,9 +97,16 @@ class VllmEngine:
         self._leash: Leash | None = None
 
     async def start(self) -> None:
-        """Load the model and prove with one token that it generates."""
+        """Load the model and prove with one token that it generates. `close` is due also when this fails."""
         before = {child.pid for child in _children()}
-        self._llm = await asyncio.to_thread(self._load)
+        loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+        try:
+            self._llm = await asyncio.shield(loading)
+        except asyncio.CancelledError:  # a thread cannot be called off: wait for what it makes, to close it
+            await asyncio.wait([loading])
+            if not loading.cancelled() and loading.exception() is None:
+                self._llm = loading.result()
+            raise
         self._leash = Leash(child.pid for child in _children() if child.pid not in before)
         self.max_model_len = self._llm.model_config.max_model_len
         self.tokenizer = self._llm.get_tokenizer()
@@ -189,6 +193,7 @@ class VllmEngine:
         settings: dict[str, Any] = {"model": self.model, "enable_log_requests": False}
         if current_platform.is_cpu():
             settings |= CPU_ARGUMENTS
+            os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads()))
             for name, value in CPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
         settings |= self._engine_args
@@ -269,6 +274,13 @@ class VllmPolicy:
     def session(self, session_id: str, *, task: str, sample: int) -> VllmSession:
         """See `Policy`."""
         return VllmSession(session_id, self._engine, self._renderer, self.name)
+
+
+def cpu_threads() -> int:
+    """OpenMP threads of an engine without a GPU: half of the CPUs. A second thread on the same core gains
+    little alone, and much is lost when one of them waits for a core that a sandbox has: with 12 runnable
+    processes on 2 CPUs, 2 threads have been seen to give a third of what 1 gives."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def require_room(prompt_tokens: int, max_model_len: int) -> int:

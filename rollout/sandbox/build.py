@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
-from docker.errors import DockerException
+import urllib3
+from docker.errors import DockerException, StreamParseError
 
 from rollcage.rollout.outcome import BuildError, Evidence
 from rollcage.rollout.sandbox.faults import build_fault
@@ -22,6 +23,9 @@ LOG_CHARS = 64 * 1024
 """Of a build's log this much is kept, its end: a failed step says last what was wrong."""
 
 CONNECT_SEC = 60.0
+
+STREAM_ERRORS = (DockerException, OSError, urllib3.exceptions.HTTPError, StreamParseError)
+"""What docker-py raises while an answer is read piece by piece."""
 
 
 class Build:
@@ -46,7 +50,7 @@ class Build:
         try:
             response = self._request(api, tar, timeout_sec)
             return self._read(api._stream_helper(response, decode=True))
-        except (DockerException, OSError) as error:
+        except STREAM_ERRORS as error:
             raise build_fault(error, self.doing, log_tail=self.log_tail) from error
 
     def end(self) -> None:

@@ -21,19 +21,20 @@ import uuid
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from docker.errors import DockerException, ImageNotFound
+from docker.errors import ImageNotFound
 
 from rollcage.rollout.outcome import BY_NAME, BuildError, Domain, Evidence
-from rollcage.rollout.sandbox.build import Build
+from rollcage.rollout.sandbox.build import STREAM_ERRORS, Build
 from rollcage.rollout.sandbox.context import Context, write_tar
 from rollcage.rollout.sandbox.dockerfile import Dockerfile, parse
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.faults import pull_fault
 from rollcage.rollout.sandbox.lowering import LOWERING_VERSION, BaseConfig, lower
-from rollcage.rollout.sandbox.reaper import BUILD_LABEL, remove_dangling_images
+from rollcage.rollout.sandbox.reaper import BUILD_LABEL, remove_dangling_images, wait_for_build_containers
 from rollcage.rollout.sandbox.stages import base_images
 from rollcage.rollout.task import Environment
 
@@ -41,6 +42,9 @@ REPOSITORY = "rollcage/env"
 
 PULL_WAITS_SEC = (2.0, 8.0)
 """Waits between tries of one pull. More patience is the scheduler's: it has other work to do meanwhile."""
+
+LOOK_SEC = 0.3
+QUIET_LOOKS = 5
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Images:
         self.builds = 0
         self._slots = asyncio.Semaphore(build_slots)
         self.building = 0
+        self._clearing = asyncio.Lock()
         self._flights: dict[str, asyncio.Task[BuiltImage]] = {}
         self._failures: dict[str, BuildError] = {}
         self._closed_until: dict[str, tuple[float, BuildError]] = {}
@@ -186,17 +191,32 @@ class Images:
         build = Build(reference, f"build the image of task {task}", self.build_args)
         with tempfile.TemporaryFile() as tar:
             await asyncio.to_thread(self._write_context, tar, environment, dockerfile, bases)
-            self.building += 1
+            async with self._clearing:
+                self.building += 1
             self.builds += 1
             try:
                 image_id = await self._run(build, tar, environment.build_timeout_sec)
             finally:
                 self.building -= 1
-                if not self.building:
-                    await remove_dangling_images(self.engine, self.host)
+                async with self._clearing:
+                    await self._clear(after=build)
         image = _described(await self._inspect(image_id) or {}, reference)
         seconds = time.monotonic() - started
         return replace(image, built=True, cached=False, build_seconds=seconds, log_tail=build.log_tail)
+
+    async def _clear(self, *, after: Build) -> None:
+        """Remove what builds left unnamed. After a build that was ended the engine goes on for a moment: it ends
+        its step, and may keep one more image. It tells nobody when it is done, so look until all is quiet."""
+        if self.building:
+            return  # whoever ends last clears for all
+        await remove_dangling_images(self.engine, self.host)
+        quiet = 0 if after.ended else QUIET_LOOKS
+        while quiet < QUIET_LOOKS:
+            await asyncio.sleep(LOOK_SEC)
+            await self.engine.call(
+                "wait for a killed step", partial(wait_for_build_containers, host=self.host)
+            )
+            quiet = 0 if await remove_dangling_images(self.engine, self.host) else quiet + 1
 
     def _write_context(
         self,
@@ -293,7 +313,7 @@ def _pull(api: Any, reference: str) -> None:
         for message in api.pull(reference, stream=True, decode=True):
             if "error" in message or "errorDetail" in message:
                 raise pull_fault(message, reference)
-    except (DockerException, OSError) as error:
+    except STREAM_ERRORS as error:
         raise pull_fault(error, reference) from error
 
 

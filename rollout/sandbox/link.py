@@ -39,6 +39,7 @@ _SUPERVISOR = "rollcage 0"
 _MARKS = 1 << 40
 """Commands are numbered from here, as a soft limit in KiB on the resident set: far above any memory, because
 GNU sort, for one, looks at it."""
+_STAND_INS = tuple(bytes([byte]) for byte in (*range(0x1E, 0x0D, -1), *range(8, 1, -1)))
 
 
 def supervisor_argv() -> list[str]:
@@ -47,9 +48,18 @@ def supervisor_argv() -> list[str]:
 
 
 def quoted(data: bytes) -> bytes:
-    """`data` as one word of a frame, which is one line. A shell's strings hold no NUL: it is left out."""
-    inner = data.replace(b"\0", b"").replace(b"'", b"'\\''").replace(b"\n", b"'\"$rc_newline\"'")
-    return b"'" + inner + b"'"
+    """`data`, which holds no newline, as one word of a frame. A shell's strings hold no NUL: it is left out."""
+    return b"'" + data.replace(b"\0", b"").replace(b"'", b"'\\''") + b"'"
+
+
+def _command(text: bytes) -> bytes:
+    """The part of a frame, which is one line, that sets `rc_command`."""
+    if b"\n" not in text:
+        return b"rc_command=" + quoted(text)
+    stand_in = next((byte for byte in _STAND_INS if byte not in text), None)
+    if stand_in is None:
+        return b"rc_command=" + quoted(text).replace(b"\n", b"'\"$rc_newline\"'")
+    return b"rc_command=%b; rc_join '%b'" % (quoted(text.replace(b"\n", stand_in)), stand_in)
 
 
 class LinkClosed(Exception):
@@ -62,6 +72,7 @@ class Command:
     ended before both streams were complete."""
 
     word: bytes
+    number: int
     exit_code: int | None = None
     shell_ended: bool = False
     shell_exit_code: int | None = None
@@ -140,7 +151,7 @@ class Link:
 
     def begin(self, output_bytes: int = OUTPUT_BYTES) -> Command:
         """Take a command in hand. Output that has come since the last one will be the new one's."""
-        self.command = command = Command(secrets.token_hex(16).encode())
+        self.command = command = Command(secrets.token_hex(16).encode(), self._number)
         for scanner in self._scanners.values():
             scanner.words = [self._key, command.word]
             scanner.sink = scanner.sink.resized(output_bytes)
@@ -215,14 +226,14 @@ class Link:
     def _hear_end(
         self, command: Command | None, stream: int, number: int, status: int, kills: int, cleared: int
     ) -> None:
-        if command is not None and getattr(command, _name(stream)) is None:
+        # The two streams are apart: one may still bring the end of a shell when the other's is long past.
+        if command is not None and number >= command.number and getattr(command, _name(stream)) is None:
             command.exit_code = None
             command.shell_ended = True
             command.shell_exit_code = status
             self._complete(command, stream)
-        # The supervisor speaks on stdout first.
-        if stream == STDERR:
-            self._number = number + 1
+        if number == self._number:
+            self._number += 1
             self.plain = True
             self.owner = None
             self.oom_kills = kills

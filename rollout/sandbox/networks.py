@@ -133,7 +133,7 @@ class Networks:
         """Whether another bridge could be made: not where ranges or the engine's pools are used up."""
         networks = await self.engine.call("list networks", lambda api: api.networks())
         names = {network["Name"] for network in networks}
-        used = [*_subnets(networks), *_routes()]
+        used = [*subnets(networks), *routes()]
         for subnet in self._free(used):
             name = self._name(names)
             try:
@@ -178,14 +178,15 @@ def _is_taken(error: SandboxError) -> bool:
     return error.error_class == "network_setup" and ("overlap" in said or "conflicts with" in said)
 
 
-def _subnets(networks: Iterable[dict[str, Any]]) -> Iterator[ipaddress.IPv4Network]:
+def subnets(networks: Iterable[dict[str, Any]]) -> Iterator[ipaddress.IPv4Network]:
+    """The IPv4 subnets of networks as the engine lists them."""
     for network in networks:
         for config in (network.get("IPAM") or {}).get("Config") or []:
             if (text := config.get("Subnet", "")) and ":" not in text:
                 yield ipaddress.IPv4Network(text, strict=False)
 
 
-def _routes() -> Iterator[ipaddress.IPv4Network]:
+def routes() -> Iterator[ipaddress.IPv4Network]:
     """Where this machine's own routes lead, but for the default one; none where there is no Linux to ask.
     Addresses are little-endian hexadecimal: https://docs.kernel.org/filesystems/proc.html"""
     if not ROUTES.exists():

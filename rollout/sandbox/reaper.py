@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import requests
 from docker.errors import APIError, NotFound
 
 from rollcage.rollout.sandbox.engine import Engine
@@ -23,6 +24,9 @@ DEADLINE_LABEL = "rollcage.deadline"
 
 BUILD_LABEL = "rollcage.build"
 """On images that a host's builds made, finished or not: that host."""
+
+KILLED_STEP_SEC = 10.0
+"""The engine kills and removes a build's container within a second or two, unless it is very busy."""
 
 LONGEST_BUILD_SEC = 24 * 3600.0
 """An unfinished image of another host is left over once it is older than any build."""
@@ -81,6 +85,17 @@ async def remove_dangling_images(engine: Engine, host: str | None, *, now: float
         if mine or image["Created"] < before:
             removed += await _remove(engine, "remove an image", partial(_remove_image, image["Id"]))
     return removed
+
+
+def wait_for_build_containers(api: Any, *, host: str) -> None:
+    """Block until the containers of this host's builds are gone, `KILLED_STEP_SEC` at most for each. Sandboxes
+    have their image's labels too, and a host label of their own."""
+    for container in api.containers(all=True, filters={"label": f"{BUILD_LABEL}={host}"}):
+        if HOST_LABEL not in (container.get("Labels") or {}):
+            try:
+                api.wait(container["Id"], timeout=KILLED_STEP_SEC, condition="removed")
+            except (NotFound, requests.exceptions.RequestException):
+                continue
 
 
 def _is_due(labels: Mapping[str, str], host: str | None, job: str | None, now: float) -> bool:

@@ -1,7 +1,7 @@
 # The shell that runs an agent's commands: bash where the image has it, else sh. The host sends this file.
 #
 # Each line on stdin is one frame, written by the host: it sets rc_nonce, rc_in (the command's stdin) and
-# rc_command. When the command is done, a line of the nonce and the exit code goes to stdout and to stderr,
+# rc_command, whose newlines are another byte that rc_join is told. When the command is done, a line of the nonce and the exit code goes to stdout and to stderr,
 # so that both are known to be complete. The commands run in this very shell, and this loop keeps out of what
 # they may do to it: `exec >file`, `set -e`, `set -x`, `break`, functions called like builtins, closed files.
 
@@ -13,6 +13,15 @@ rc_nonce='' rc_busy='' rc_signal='' rc_line='' rc_newline='
 case ${BASH_VERSION-} in ?*) set -m ;; esac
 
 rc_return() { return "$rc_code"; }
+
+# Splits rc_command at $1 and joins it with newlines: of what all three shells can do, only this is linear.
+rc_join() {
+  local IFS
+  IFS=$1
+  case $- in *f*) set -- $rc_command ;; *) set -f && set -- $rc_command && set +f ;; esac
+  IFS=$rc_newline
+  rc_command=$*
+}
 
 # The supervisor sends this at a timeout: drop the rest of the command and go on here. dash and ash unwind to
 # `command eval` on an error; bash continues the outermost loop, which a function would not let it reach.

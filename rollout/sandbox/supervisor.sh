@@ -39,7 +39,7 @@ rc_oom() {
 
 # Ends at the deadline, and has a timer that wakes this process then: whoever kills it, there is a new one.
 rc_tick() {
-  [ -n "$rc_deadline" ] && [ -z "$rc_others" ] || return 0
+  [ -n "$rc_deadline" ] && [ -z "$rc_clearing" ] || return 0
   read -r rc_now rc_rest </proc/uptime
   rc_left=$((rc_deadline - ${rc_now%%.*}))
   [ "$rc_left" -gt 0 ] || exit 124
@@ -117,7 +117,7 @@ rc_interrupt() {
 
 # The kernel lets nobody fork who has been killed, so that one kill is enough.
 rc_clear() {
-  rc_others=1
+  rc_clearing=1 rc_others=1
   kill -KILL -1
   while [ -n "$rc_others" ]; do
     rc_others=
@@ -127,10 +127,10 @@ rc_clear() {
       case $rc_state in Z | X) ;; *) rc_others=1 ;; esac
     done
   done
-  rc_cleared=1
+  rc_clearing='' rc_cleared=1
 }
 
-rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline='' rc_timer='' rc_others='' rc_home=$PWD
+rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline='' rc_timer='' rc_clearing='' rc_home=$PWD
 if [ -n "$rc_seconds" ]; then
   read -r rc_now rc_rest </proc/uptime
   rc_deadline=$((${rc_now%%.*} + rc_seconds))

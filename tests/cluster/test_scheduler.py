@@ -418,17 +418,44 @@ def test_a_retry_goes_back_to_its_host_when_the_other_one_is_drained() -> None:
     assert [a.host for a in scheduler.next(end.retry_at)] == [attempt.host]
 
 
-def test_of_two_hosts_that_are_ready_the_emptier_one_is_taken() -> None:
-    scheduler = Scheduler(keys(1, 8), concurrency=8, hosts={"h": 2, "i": 2})
+def ready_on_two_hosts(samples: int) -> tuple[Scheduler, list[Assignment]]:
+    """A scheduler whose one task is ready on hosts `h` and `i`, with two attempts in flight on each."""
+    scheduler = Scheduler(keys(1, samples), concurrency=8, hosts={"h": 2, "i": 2})
     running: list[Assignment] = []
     for _ in range(2):
         for build in scheduler.prepare(0.0):
             scheduler.prepared(build.preparation_id, None, None, 0.0)
         running += scheduler.next(0.0)
     assert Counter(a.host for a in running) == {"h": 2, "i": 2}
+    return scheduler, running
+
+
+def test_of_two_hosts_that_are_ready_the_emptier_one_is_taken() -> None:
+    scheduler, _ = ready_on_two_hosts(8)
     scheduler.host_up("h", 8, 0.0)
     scheduler.host_up("i", 8, 0.0)
     assert Counter(a.host for a in scheduler.next(0.0)) == {"h": 2, "i": 2}
+
+
+def test_of_two_empty_hosts_the_one_that_did_not_just_fail_is_taken() -> None:
+    scheduler, running = ready_on_two_hosts(5)
+    for attempt in running:
+        result = PASSED if attempt.host == "i" else (Outcome.INVALID, "container_lost")
+        scheduler.ended(attempt.attempt_id, *result, None, 1.0)
+    assert [a.host for a in scheduler.next(1.0)] == ["i"]
+
+
+def test_a_host_that_was_given_up_for_a_task_is_asked_again_when_it_is_the_last() -> None:
+    scheduler = Scheduler(keys(1, 12), concurrency=12, hosts={"h": 2, "i": 2})
+    world = World(
+        scheduler,
+        build=lambda p: "unsupported" if p.host == "i" and p.number == 2 else None,
+        seconds=lambda name: 1.0 if name.startswith("prepare") else 10.0,
+    )
+    world.at = [(5.0, lambda: scheduler.host_down("h", 5.0))]
+    world.run()
+    assert [p.host for p in world.preparations] == ["h", "i", "i"]
+    assert set(world.outcomes().values()) == {PASSED}
 
 
 def test_a_lost_hosts_attempts_run_elsewhere_and_its_late_reports_are_ignored() -> None:
@@ -500,6 +527,24 @@ def test_cancelling_ends_what_waits_and_lets_what_runs_end() -> None:
     assert end.final
     assert scheduler.done
     assert Counter(end.outcome for end in scheduler.finished()) == {Outcome.PASSED: 1, Outcome.CANCELLED: 5}
+
+
+@pytest.mark.parametrize("how", ["quarantine", "cancel"])
+def test_a_rollout_that_waits_for_its_retry_ends_with_the_others(how: str) -> None:
+    scheduler = Scheduler(keys(1, 2), concurrency=1, hosts={"h": 1})
+    (build,) = scheduler.prepare(0.0)
+    scheduler.prepared(build.preparation_id, None, None, 0.0)
+    (attempt,) = scheduler.next(0.0)
+    scheduler.ended(attempt.attempt_id, Outcome.INVALID, "image_pull", None, 1.0)
+    assert scheduler.counts().delayed == 1
+    if how == "cancel":
+        scheduler.cancel(2.0)
+    else:
+        scheduler.quarantine(task_key(0), "unsupported")
+    counts = scheduler.counts()
+    assert (counts.delayed, counts.waiting, scheduler.wake_at()) == (0, 0, None)
+    assert scheduler.done
+    assert [end.attempts for end in scheduler.finished()] == [1, 0]
 
 
 def test_a_rollout_given_twice_or_limits_below_one_are_refused() -> None:
@@ -607,7 +652,6 @@ class Machine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 30))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        assert self.scheduler.host_down("nobody", self.now) == []
 
     @rule()
     def dispatch(self) -> None:
@@ -710,6 +754,7 @@ class Machine(RuleBasedStateMachine):
     def it_adds_up(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        assert self.scheduler.host_down("nobody", self.now) == [], "what is due waits from here on"
         counts = self.scheduler.counts()
         assert counts.dispatched == counts.ended + counts.in_flight == self.dispatched
         assert counts.in_flight == len(self.running) <= self.concurrency

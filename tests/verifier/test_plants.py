@@ -53,7 +53,8 @@ def test_what_a_task_may_ask_to_change_is_left_alone(kind: str, path: str) -> No
     "path",
     [
         "/etc/ld.so.preload", "/conftest.py", "/pytest.ini", "/setup.cfg", "/app/pytest.py",
-        "/app/_pytest/__init__.py", "/app/json.py", "/app/pluggy/x.py", f"{SITE}/sitecustomize.py", f"{SITE}/usercustomize/__init__.py",
+        "/app/_pytest/__init__.py", "/app/json.py", "/app/pluggy/x.py",
+        f"{SITE}/sitecustomize.py", f"{SITE}/usercustomize/__init__.py",
         f"{SITE}/sitecustomize.cpython-312-x86_64-linux-gnu.so", "/usr/lib/python3.11/pytest.py",
         f"{SITE}/pytest.py",
         "/root/.local/lib/python3.11/site-packages/sitecustomize.py", "/usr/bin/pyvenv.cfg", "/root/.local/bin/env",
@@ -66,8 +67,9 @@ def test_what_no_honest_work_adds_is_taken_away(path: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/usr/bin/curl", "/usr/local/bin/server", "/app/main.py", "/app/calendar.py", "/app/src/json.py", "/app/json",
-        "/app/data.json", "/app/tests/conftest.py", "/app/pyproject.toml", "/app/venv/bin/python3",
+        "/usr/bin/curl", "/usr/local/bin/server", "/app/main.py", "/app/calendar.py", "/app/src/json.py",
+        "/app/json", "/app/data.json",
+        "/app/tests/conftest.py", "/app/pyproject.toml", "/app/venv/bin/python3",
         "/app/venv/pyvenv.cfg", f"{SITE}/numpy/__init__.py", "/root/.local/bin/uv", "/root/.bashrc",
         "/usr/lib/python3.11/tkinter/__init__.py",
     ],
@@ -103,7 +105,7 @@ def test_of_a_directory_that_is_gone_its_children_are_what_is_put_back() -> None
         Change("/usr/local/lib/python3.12/os.py", "deleted"),
     ]
     plants = find_plants(changes, workdir="/app", path=PATH, home="/root")
-    assert plants.restore == (f"{library}/os.py",)
+    assert plants.restore == ("/usr/local/lib/python3.12/os.py",)
 
 
 @pytest.mark.parametrize(

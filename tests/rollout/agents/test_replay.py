@@ -10,6 +10,10 @@ import pytest
 
 from rollcage.rollout.agents.base import load_agent
 from rollcage.rollout.agents.replay import ReplayAgent, recordings
+from rollcage.rollout.arrow import Location
+from rollcage.rollout.outcome import Outcome
+from rollcage.rollout.rows import rollouts_batch
+from rollcage.rollout.trajectory import Attempt, CommandRecord, Trajectory, Turn
 
 ATIF = {
     "schema_version": "ATIF-v1.4",
@@ -59,6 +63,36 @@ async def test_another_recording_can_be_chosen(make_context: Any, tmp_path: Path
     path = write(tmp_path / "r.json", [{"task": "org/other", "sample": 7, "commands": ["echo other > f"]}])
     await ReplayAgent(path=path, task="org/other", sample=7).run(make_context())
     assert (tmp_path / "workdir" / "f").read_text() == "other\n"
+
+
+def a_run(path: Path, commands: dict[str, str]) -> str:
+    """A run directory in which each of these agents ran one command on sample 3 of org/task."""
+    attempts = []
+    for number, (agent, command) in enumerate(commands.items()):
+        turn = Turn(0, "", "stop", commands=[CommandRecord(command, 0, "", "", 0.1)])
+        made = Attempt(
+            f"a{number}", "job", "org/task", "0" * 64, 3, 1, agent, "", "host", Outcome.PASSED,
+            trajectory=Trajectory(turns=[turn]),
+        )  # fmt: skip
+        attempts.append((made, 1, 4))
+    Location.of(path).write_shard("rollouts", [rollouts_batch(attempts)])
+    return str(path)
+
+
+async def test_a_run_is_replayed_by_task_and_sample(make_context: Any, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", {"bash": "echo bash > f"})
+    await ReplayAgent(path=run).run(make_context(sample=3))
+    assert (tmp_path / "workdir" / "f").read_text() == "bash\n"
+    with pytest.raises(ValueError, match="no recording of org/task, sample 4"):
+        await ReplayAgent(path=run).run(make_context(sample=4))
+
+
+async def test_of_several_agents_in_a_run_one_is_chosen(make_context: Any, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", {"oracle": "echo oracle > f", "bash": "echo bash > f"})
+    with pytest.raises(ValueError, match="sample 3 by bash, oracle: choose one as `agent`"):
+        await ReplayAgent(path=run).run(make_context(sample=3))
+    await ReplayAgent(path=run, agent="oracle").run(make_context(sample=3))
+    assert (tmp_path / "workdir" / "f").read_text() == "oracle\n"
 
 
 async def test_an_atif_trajectory_is_replayed_turn_by_turn(make_context: Any, tmp_path: Path) -> None:

@@ -83,9 +83,9 @@ async def test_the_images_files_are_put_back(engine: Engine, container: str) -> 
     await restore(engine, container, IMAGE, [*paths, "/no/such"])
     left = {change.path for change in await changes(engine, container) if change.kind == "deleted"}
     assert left.isdisjoint(paths)
-    check = "echo genuine | grep genuine | sed s/genuine/real/; bash -c 'echo ${BASH_VERSION:+yes}'; ls /etc/cron.daily"
+    check = "echo genuine | grep genuine | sed s/genuine/real/; bash -c 'echo ${BASH_VERSION:+yes}'"
     run = engine.api.exec_create(container, ["sh", "-c", check])
-    assert engine.api.exec_start(run["Id"]).split()[:2] == [b"real", b"yes"]
+    assert engine.api.exec_start(run["Id"]).split() == [b"real", b"yes"]
     assert engine.api.exec_inspect(run["Id"])["ExitCode"] == 0
 
 

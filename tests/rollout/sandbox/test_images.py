@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollcage.rollout.outcome import BuildError
+from rollcage.rollout.sandbox.build import Build
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.images import REPOSITORY, BuiltImage, Images
 from rollcage.rollout.sandbox.reaper import BUILD_LABEL
@@ -19,6 +20,8 @@ from rollcage.rollout.task import Environment
 pytestmark = pytest.mark.docker
 
 BASE = "debian:bookworm-slim"
+SALT = uuid.uuid4().hex
+"""Keeps what an earlier run of these tests built apart."""
 
 
 @pytest.fixture
@@ -34,14 +37,18 @@ async def images(engine: Engine) -> AsyncIterator[Images]:
     images = Images(engine, host=f"test-{uuid.uuid4().hex[:8]}", pull_waits_sec=(0.1,))
     yield images
     await images.close()
-    for image in engine.api.images(filters={"label": f"{BUILD_LABEL}={images.host}"}):
-        engine.api.remove_image(image["Id"], force=True)
+    api = engine.api
+    while made := api.images(filters={"label": f"{BUILD_LABEL}={images.host}"}):
+        parents = {api.inspect_image(image["Id"])["Parent"] for image in made}
+        for image in made:
+            if image["Id"] not in parents:
+                api.remove_image(image["Id"], force=True)
 
 
 def task(tmp_path: Path, dockerfile: str, *, timeout_sec: float = 120, **files: str) -> Environment:
     root = tmp_path / uuid.uuid4().hex
     root.mkdir()
-    (root / "Dockerfile").write_text(dockerfile)
+    (root / "Dockerfile").write_text(dockerfile and dockerfile + f"LABEL test={SALT}\n")
     for name, content in files.items():
         (root / name).write_text(content)
     return Environment(context=root, build_timeout_sec=timeout_sec)
@@ -97,7 +104,7 @@ async def test_the_name_follows_the_content(images: Images, tmp_path: Path) -> N
     changed = await ensure(images, environment)
     (environment.context / "f").chmod(0o755)
     runnable = await ensure(images, environment)
-    (environment.context / "Dockerfile").write_text(text + "ENV x=y\n")
+    (environment.context / "Dockerfile").write_text(text + f"LABEL test={SALT}\nENV x=y\n")
     extended = await ensure(images, environment)
     assert len({image.reference for image in (first, changed, runnable, extended)}) == 4
     assert images.builds == 4
@@ -153,13 +160,13 @@ async def test_a_build_that_hangs_ends_by_its_timeout_and_leaves_nothing(
     assert error.error_class == "image_build"
     assert "6 s" in error.message
     assert "begun" in error.evidence.log_tail
-    await nothing_left(images)
+    assert leftovers(images) == []
 
 
 async def test_one_who_gives_up_leaves_the_build_to_the_others(images: Images, tmp_path: Path) -> None:
     environment = task(tmp_path, f"FROM {BASE}\nRUN sleep 1\n")
     first = asyncio.create_task(ensure(images, environment))
-    await until(lambda: images.builds == 1)
+    await begun(images)
     second = asyncio.create_task(ensure(images, environment))
     await asyncio.sleep(0)
     first.cancel()
@@ -172,24 +179,29 @@ async def test_one_who_gives_up_leaves_the_build_to_the_others(images: Images, t
 async def test_closing_ends_a_build_at_once(images: Images, tmp_path: Path) -> None:
     environment = task(tmp_path, f"FROM {BASE}\nRUN sleep 600\n")
     waiting = asyncio.create_task(ensure(images, environment))
-    await until(lambda: images.builds == 1)
+    await begun(images)
     async with asyncio.timeout(30):
         await images.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await nothing_left(images)
+    assert leftovers(images) == []
 
 
-async def test_no_more_builds_run_at_once_than_there_are_slots(engine: Engine, tmp_path: Path) -> None:
+async def test_no_more_builds_run_at_once_than_there_are_slots(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     images = Images(engine, host=f"test-{uuid.uuid4().hex[:8]}", build_slots=1)
     environments = [task(tmp_path, f"FROM {BASE}\nRUN echo {n}; exit 3\n") for n in range(2)]
     seen = []
-    waiting = [asyncio.create_task(fails(images, environment)) for environment in environments]
-    while not all(one.done() for one in waiting):
-        seen.append(images.building)
-        await asyncio.sleep(0.02)
-    assert max(seen) == 1
-    assert images.builds == 2
+
+    class Watched(Build):
+        def run(self, *given: Any) -> str:
+            seen.append(images.building)
+            return super().run(*given)
+
+    monkeypatch.setattr("rollcage.rollout.sandbox.images.Build", Watched)
+    await asyncio.gather(*(fails(images, environment) for environment in environments))
+    assert seen == [1, 1]
     await images.close()
 
 
@@ -227,12 +239,6 @@ async def test_a_ready_image_is_used_as_it_is(images: Images) -> None:
     assert image.id.startswith("sha256:")
 
 
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.02)
-
-
-async def nothing_left(images: Images) -> None:
-    """The engine removes a killed step's container on its own time."""
-    await until(lambda: leftovers(images) == [])
+async def begun(images: Images) -> None:
+    while images.builds == 0:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)

@@ -1,0 +1,159 @@
+"""The reaper takes what is ours and due, and never what is somebody else's."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import docker
+import pytest
+
+from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.sandbox.reaper import (
+    BUILD_LABEL,
+    DEADLINE_LABEL,
+    HOST_LABEL,
+    JOB_LABEL,
+    Reaped,
+    reap,
+    remove_dangling_images,
+)
+
+pytestmark = pytest.mark.docker
+
+IMAGE = "debian:bookworm-slim"
+
+
+class Yard:
+    """Makes containers and networks under one prefix, and knows which are left."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.api: Any = engine.api
+        self.host = f"test-{uuid.uuid4().hex[:8]}"
+        self.other = f"{self.host}-other"
+        self.mark = {"test-reaper": self.host}
+
+    def container(self, running: bool = False, network: str = "none", **labels: str) -> str:
+        config = self.api.create_host_config(network_mode=network, pids_limit=16, init=True)
+        made = self.api.create_container(
+            IMAGE, ["sleep", "300"], host_config=config, labels={**self.mark, **rollcage(labels)}
+        )
+        if running:
+            self.api.start(made["Id"])
+        return str(made["Id"])
+
+    def network(self, **labels: str) -> str:
+        name = f"{self.host}-{uuid.uuid4().hex[:6]}"
+        octets = uuid.uuid4().int % 250, uuid.uuid4().int % 250
+        pool = docker.types.IPAMPool(subnet=f"10.{100 + octets[0] % 80}.{octets[1]}.0/28")
+        ipam = docker.types.IPAMConfig(pool_configs=[pool])
+        made = self.api.create_network(name, ipam=ipam, labels={**self.mark, **rollcage(labels)})
+        return str(made["Id"])
+
+    def left(self) -> set[str]:
+        filters = {"label": f"test-reaper={self.host}"}
+        containers = self.api.containers(all=True, filters=filters)
+        return {found["Id"] for found in [*containers, *self.api.networks(filters=filters)]}
+
+
+def rollcage(labels: dict[str, str]) -> dict[str, str]:
+    return {f"rollcage.{name}": value for name, value in labels.items()}
+
+
+@pytest.fixture
+async def yard() -> AsyncIterator[Yard]:
+    engine = Engine(timeout_sec=60)
+    yard = Yard(engine)
+    yield yard
+    filters = {"label": f"test-reaper={yard.host}"}
+    for container in engine.api.containers(all=True, filters=filters):
+        engine.api.remove_container(container["Id"], force=True)
+    for network in engine.api.networks(filters=filters):
+        engine.api.remove_network(network["Id"])
+    engine.close()
+
+
+def unix(seconds: float) -> str:
+    return str(int(time.time() + seconds))
+
+
+async def test_a_hosts_objects_go_and_all_others_stay(yard: Yard) -> None:
+    ours = [
+        yard.container(host=yard.host, job="a", deadline=unix(3600)),
+        yard.container(running=True, host=yard.host, job="b", deadline=unix(3600)),
+        yard.network(host=yard.host),
+    ]
+    foreign = {
+        yard.container(running=True),
+        yard.network(),
+        yard.container(host=yard.other, job="a", deadline=unix(3600)),
+        yard.network(host=yard.other),
+    }
+    assert await reap(yard.engine, host=yard.host, job=None, now=time.time()) == Reaped(2, 1, 0)
+    assert yard.left() == foreign
+    assert not set(ours) & yard.left()
+    assert await reap(yard.engine, host=yard.host, job=None, now=time.time()) == Reaped()
+
+
+async def test_only_the_jobs_containers_go(yard: Yard) -> None:
+    due = yard.container(host=yard.host, job=f"{yard.host}-a")
+    kept = yard.container(host=yard.host, job=f"{yard.host}-b")
+    elsewhere = yard.container(host=yard.other, job=f"{yard.host}-a")
+    await reap(yard.engine, host=yard.host, job=f"{yard.host}-a", now=time.time())
+    assert yard.left() == {kept, elsewhere}
+    assert due not in yard.left()
+    await reap(yard.engine, host=None, job=f"{yard.host}-a", now=time.time())
+    assert yard.left() == {kept}
+
+
+async def test_what_is_past_its_deadline_goes_whoever_made_it(yard: Yard) -> None:
+    yard.container(running=True, host=yard.other, job="a", deadline=unix(-5))
+    yard.network(host=yard.other, deadline=unix(-5))
+    kept = {
+        yard.container(host=yard.other, job="a", deadline=unix(3600)),
+        yard.container(host=yard.other, job="a"),
+        yard.container(host=yard.other, job="a", deadline="never"),
+        yard.network(host=yard.other, deadline=unix(3600)),
+        yard.container(deadline=unix(-5)),
+    }
+    await reap(yard.engine, host=None, job=None, now=time.time())
+    assert yard.left() == kept
+
+
+async def test_a_network_in_use_is_left_for_later(yard: Yard) -> None:
+    network = yard.network(host=yard.host)
+    guest = yard.container(running=True, network=network)
+    assert await reap(yard.engine, host=yard.host, job=None, now=time.time()) == Reaped()
+    assert yard.left() == {network, guest}
+    yard.api.remove_container(guest, force=True)
+    assert await reap(yard.engine, host=yard.host, job=None, now=time.time()) == Reaped(networks=1)
+
+
+async def test_unfinished_images_go_and_named_ones_stay(yard: Yard) -> None:
+    def unnamed(host: str | None) -> str:
+        container = yard.container()
+        labels = [] if host is None else [f"LABEL {BUILD_LABEL}={host}"]
+        changes = [*labels, f"LABEL salt={uuid.uuid4().hex}"]
+        image = yard.api.commit(container, changes=changes)["Id"]
+        yard.api.remove_container(container, force=True)
+        return str(image)
+
+    mine, theirs, foreign, named = unnamed(yard.host), unnamed(yard.other), unnamed(None), unnamed(yard.host)
+    yard.api.tag(named, "rollcage-test/reaper", yard.host)
+    try:
+        assert await remove_dangling_images(yard.engine, yard.host) == 1
+        left = {image["Id"] for image in yard.api.images(all=True)}
+        assert mine not in left
+        assert {theirs, foreign, named} <= left
+        await reap(yard.engine, host=None, job=None, now=time.time())
+        assert theirs in {image["Id"] for image in yard.api.images(all=True)}
+    finally:
+        for image in (theirs, foreign, named):
+            yard.api.remove_image(image, force=True)
+
+
+def test_the_labels_are_those_of_the_design() -> None:
+    assert (HOST_LABEL, JOB_LABEL, DEADLINE_LABEL) == ("rollcage.host", "rollcage.job", "rollcage.deadline")

@@ -26,11 +26,11 @@ from rich.console import Console
 from rollcage.cluster.actors import RayHosts, connected
 from rollcage.cluster.decisions import TaskKey
 from rollcage.cluster.driver import Driver
+from rollcage.cluster.host import HostSpec
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import AgentPlan, JobPlan
 from rollcage.cluster.progress import JobProgress
 from rollcage.metrics.report import summarize
-from rollcage.rollout.sandbox.pool import SandboxSettings
 from rollcage.rollout.task import load_task
 
 IMAGE = "debian:bookworm-slim"
@@ -111,7 +111,7 @@ class Benchmark:
         plan = self.plan(rollouts, concurrency)
         run = self.runs / plan.job
         ledger = Ledger.create(run, {"job": plan.job})
-        hosts = RayHosts(plan.job, SandboxSettings(), {})
+        hosts = RayHosts(HostSpec(plan.job))
         with JobProgress(rollouts, Console(stderr=True, quiet=True)) as progress:
             await Driver(plan, ledger, hosts, progress).run()
         await ledger.finish({})

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,9 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollcage.cluster.host import HostClient, HostLost, Prepared, SandboxHost, pack_task
+from rollcage.cluster.host import HostClient, HostLost, HostSpec, Prepared, SandboxHost, pack_task
 from rollcage.rollout.outcome import RolloutError
-from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.rollout import AttemptSpec
-from rollcage.rollout.sandbox.pool import SandboxSettings
 from rollcage.rollout.task import Task
 from rollcage.rollout.trajectory import Attempt
 
@@ -114,15 +112,7 @@ def alive_nodes() -> list[str]:
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
-async def start_host(
-    node_id: str,
-    job: str,
-    settings: SandboxSettings,
-    policies: Mapping[str, Policy],
-    *,
-    reward_key: str | None = None,
-    after: str | None = None,
-) -> ActorHost:
+async def start_host(node_id: str, spec: HostSpec, *, after: str | None = None) -> ActorHost:
     """A host on this node, in the place of the one called `after`.
 
     Raises `RolloutError` (`docker_unavailable`) where its engine does not answer, and
@@ -134,7 +124,7 @@ async def start_host(
             max_concurrency=CONCURRENT_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(job, settings, dict(policies), reward_key=reward_key)
+        .remote(spec)
     )
     try:
         async with asyncio.timeout(OPEN_SEC):
@@ -157,17 +147,11 @@ class RayHosts:
 
     def __init__(
         self,
-        job: str,
-        settings: SandboxSettings,
-        policies: Mapping[str, Policy],
+        spec: HostSpec,
         *,
-        reward_key: str | None = None,
         say: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        self._job = job
-        self._settings = settings
-        self._policies = policies
-        self._reward_key = reward_key
+        self._spec = spec
         self._say = say
 
     async def start(self) -> list[HostClient]:
@@ -200,6 +184,4 @@ class RayHosts:
         return None
 
     async def _start(self, node_id: str, after: str | None = None) -> ActorHost:
-        return await start_host(
-            node_id, self._job, self._settings, self._policies, reward_key=self._reward_key, after=after
-        )
+        return await start_host(node_id, self._spec, after=after)

@@ -40,7 +40,11 @@ DockerHost = Annotated[
 
 
 # typer brings a click of its own, whose base class it does not export.
-UsageProblem = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+UsageProblem: type[Exception] = next(
+    kind
+    for kind in typer.BadParameter.__mro__
+    if kind.__name__ == "ClickException" and issubclass(kind, Exception)
+)
 
 
 class Exit(IntEnum):
@@ -253,10 +257,12 @@ def config_schema() -> None:
 
 def main() -> None:
     """Entry point: every error that a user can mend is one message and an exit status."""
+    sys.path.insert(0, str(Path.cwd()))  # where a `module:Class` of the user's own is looked for
     try:
         status = app(standalone_mode=False)
     except UsageProblem as error:
-        error.show()
+        show = getattr(error, "show", None)
+        show() if show else err.print(str(error))
         status = Exit.BAD_INPUT
     except InputError as error:
         err.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)

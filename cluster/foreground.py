@@ -21,7 +21,7 @@ from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.host import SandboxHost
 from rollcage.cluster.job import model_path
 from rollcage.cluster.plan import JobPlan
-from rollcage.cluster.plan_tasks import make_plan, sandbox_settings
+from rollcage.cluster.plan_tasks import host_spec, make_plan
 from rollcage.rollout.outcome import BY_NAME, Outcome, RolloutError, Stage
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.trajectory import Attempt
@@ -108,9 +108,7 @@ async def _try(config: JobConfig, plan: JobPlan, sample: int, keep: bool, consol
         console.print(escape(line), highlight=False, soft_wrap=True)
 
     async with _policies(config, emit) as policies:
-        host = SandboxHost(
-            plan.job, sandbox_settings(config), policies, reward_key=config.reward_key, emit=emit
-        )
+        host = SandboxHost(host_spec(config, plan.job, policies), emit=emit)
         name = await host.open()
         try:
             loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -74,23 +74,23 @@ class HostLost(Exception):
         self.error_class = error_class
 
 
+@dataclass(frozen=True)
+class HostSpec:
+    """What every host of a job is made with. Can be pickled."""
+
+    job: str
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    reward_key: str | None = None
+    verifier_timeout_multiplier: float = 1.0
+
+
 class SandboxHost:
     """One Docker Engine and what runs on it for one job. Implements `HostClient`."""
 
-    def __init__(
-        self,
-        job: str,
-        settings: SandboxSettings,
-        policies: Mapping[str, Policy],
-        *,
-        reward_key: str | None = None,
-        emit: Callable[[str], None] = lambda _line: None,
-    ) -> None:
+    def __init__(self, spec: HostSpec, *, emit: Callable[[str], None] = lambda _line: None) -> None:
         self.name = f"{socket.gethostname()[:40]}-{uuid.uuid4().hex[:8]}"
-        self._job = job
-        self._settings = settings
-        self._policies = policies
-        self._reward_key = reward_key
+        self._spec = spec
         self._emit = emit
         self._running: dict[str, asyncio.Task[Attempt]] = {}
         self._tasks: dict[str, Task] = {}
@@ -102,10 +102,15 @@ class SandboxHost:
 
         Raises `SandboxError` where the engine does not answer.
         """
-        self._engine = Engine(self._settings.docker_host)
+        spec = self._spec
+        self._engine = Engine(spec.sandbox.docker_host)
         await reap(self._engine, host=after, job=None, now=time.time())
-        self._pool = SandboxPool(self._engine, self._settings, host=self.name, job=self._job)
-        self._verifier = TestsVerifier(environ=self._settings.environ, reward_key=self._reward_key)
+        self._pool = SandboxPool(self._engine, spec.sandbox, host=self.name, job=spec.job)
+        self._verifier = TestsVerifier(
+            environ=spec.sandbox.environ,
+            reward_key=spec.reward_key,
+            timeout_multiplier=spec.verifier_timeout_multiplier,
+        )
         return self.name
 
     async def prepare(self, task: Task, files: bytes | None = None) -> Prepared:
@@ -141,7 +146,7 @@ class SandboxHost:
                 local,
                 self._pool,
                 self._verifier,
-                self._policies[policy] if policy is not None else None,
+                self._spec.policies[policy] if policy is not None else None,
                 emit=self._emit,
                 keep=keep,
             )

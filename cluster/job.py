@@ -20,7 +20,7 @@ from rollcage.cluster.config import JobConfig, VllmPolicyConfig, load_job
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import JobPlan
-from rollcage.cluster.plan_tasks import make_plan, sandbox_settings
+from rollcage.cluster.plan_tasks import host_spec, make_plan
 from rollcage.cluster.progress import JobProgress
 from rollcage.metrics.report import summarize
 from rollcage.rollout.arrow import RunError, RunExists
@@ -104,13 +104,7 @@ async def _run(config: JobConfig, plan: JobPlan, ledger: Ledger, console: Consol
                 progress.say("connecting to Ray" if config.ray.address else "starting Ray on this machine")
                 stack.enter_context(connected(config.ray.address, num_cpus=config.ray.num_cpus))
                 policies = await stack.enter_async_context(_policies(config, progress))
-                hosts = RayHosts(
-                    plan.job,
-                    sandbox_settings(config),
-                    policies,
-                    reward_key=config.reward_key,
-                    say=progress.say,
-                )
+                hosts = RayHosts(host_spec(config, plan.job, policies), say=progress.say)
                 driver = Driver(plan, ledger, hosts, progress)
                 _stop_on_interrupt(driver, progress)
                 await driver.run()

@@ -11,9 +11,10 @@ from rollcage.cluster.checks import locate_tasks
 from rollcage.cluster.config import JobConfig
 from rollcage.cluster.decisions import TaskKey
 from rollcage.cluster.errors import InputError
+from rollcage.cluster.host import HostSpec
 from rollcage.cluster.plan import AgentPlan, BrokenTask, JobPlan
 from rollcage.rollout.outcome import Evidence
-from rollcage.rollout.policies.base import Sampling
+from rollcage.rollout.policies.base import Policy, Sampling
 from rollcage.rollout.sandbox.pool import SandboxSettings
 from rollcage.rollout.task import Problem, Task, check_task, missing_env, name_apart, task_digest
 
@@ -66,10 +67,10 @@ def make_plan(config: JobConfig, environ: Mapping[str, str] | None = None) -> Jo
     )
 
 
-def sandbox_settings(config: JobConfig, environ: Mapping[str, str] | None = None) -> SandboxSettings:
-    """The job's sandboxes as a host takes them."""
+def host_spec(config: JobConfig, job: str, policies: Mapping[str, Policy]) -> HostSpec:
+    """What the job's hosts are made with. Variables that tasks ask for are this process's."""
     sandbox = config.sandbox
-    return SandboxSettings(
+    settings = SandboxSettings(
         docker_host=sandbox.docker_host,
         build_slots=sandbox.build_slots,
         pids=sandbox.pids,
@@ -80,7 +81,14 @@ def sandbox_settings(config: JobConfig, environ: Mapping[str, str] | None = None
         runtime=sandbox.runtime,
         network_cidr=sandbox.network.cidr,
         leases_per_bridge=sandbox.network.leases_per_bridge,
-        environ=dict(os.environ if environ is None else environ),
+        environ=dict(os.environ),
+    )
+    return HostSpec(
+        job,
+        settings,
+        policies,
+        reward_key=config.reward_key,
+        verifier_timeout_multiplier=config.verifier_timeout_multiplier,
     )
 
 

@@ -151,9 +151,12 @@ def _write(work: _Import, config: dict[str, Any], compose: dict[str, Any], made:
     (made / "instruction.md").write_text(
         "".join(f"<!-- {line} -->\n" for line in canary) + instruction.rstrip("\n") + "\n"
     )
-    (made / "task.toml").write_text(
-        "".join(f"# {line}\n" for line in canary) + _task_toml(work, config, environment, service)
-    )
+    try:
+        settings = _task_toml(work, config, environment, service)
+    except TypeError as error:
+        work.problem("task.yaml", f"holds what task.toml cannot: {error}", "write it as text")
+        return False
+    (made / "task.toml").write_text("".join(f"# {line}\n" for line in canary) + settings)
     _write_solution(work, made / "solution")
     _write_tests(work, config, made / "tests")
     return True

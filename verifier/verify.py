@@ -56,7 +56,7 @@ OUTPUT_TAIL_BYTES = 4096
 class TestsVerifier:
     """Verifies steps with their own `tests/test.sh`. Holds no state: one serves any number of rollouts.
 
-    `environ` resolves `${VAR}` in the task's verifier env. `reward_key` chooses the primary reward where
+    `environ` resolves `${VAR}` in the task's verifier env. `timeout_multiplier` stretches every task's limit. `reward_key` chooses the primary reward where
     reward.json has many keys and none is `reward`. `image_tools`: give the verifier the image's own tools; False
     for tasks whose point is to replace one of them.
     """
@@ -65,6 +65,7 @@ class TestsVerifier:
 
     environ: Mapping[str, str] = field(default_factory=dict)
     reward_key: str | None = None
+    timeout_multiplier: float = 1.0
     image_tools: bool = True
 
     async def verify(self, sandbox: Sandbox, task: Task, step: Step) -> Reward:
@@ -115,7 +116,7 @@ class TestsVerifier:
         if tests:
             await _put_tests(sandbox, root, tests)
         result = await shell.run(
-            _command(env), timeout=verifier.timeout_sec, output_bytes=2 * OUTPUT_TAIL_BYTES
+            _command(env), timeout=self.timeout_multiplier * verifier.timeout_sec, output_bytes=2 * OUTPUT_TAIL_BYTES
         )
         await sandbox.stop_processes()
         if result.timed_out or result.exit_code is None:

@@ -9,6 +9,7 @@ vllm is imported only here, and only when an engine starts.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -160,6 +161,8 @@ class VllmEngine:
             llm.output_handler.cancel()
             await asyncio.wait([llm.output_handler])
         await asyncio.to_thread(llm.shutdown)
+        del llm
+        gc.collect()  # it is part of cycles, and finalized at the interpreter's end it prints a traceback
         if self._leash is not None:
             self._leash.drop()
 

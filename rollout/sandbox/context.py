@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from rollcage.rollout.outcome import BuildError, Evidence
+
 FILES_DIR = "context"
 """Where the context's own files stand in the tar. The lowered Dockerfile stands beside this folder, so that
 `COPY . /app` brings what the task's author put there and nothing of ours."""
@@ -45,7 +47,8 @@ class Context:
 
     @classmethod
     def read(cls, root: Path, dockerfile: str = "Dockerfile") -> Context:
-        """Walk `root`. `<dockerfile>.dockerignore` goes before `.dockerignore`, as in BuildKit."""
+        """Walk `root`. `<dockerfile>.dockerignore` goes before `.dockerignore`, as in BuildKit. Raises
+        `BuildError` (`task_malformed`) where that cannot be read."""
         ignore = _ignore_rules(root, dockerfile)
         entries: list[str] = []
         ignored: list[str] = []
@@ -55,7 +58,7 @@ class Context:
 
     def find(self, pattern: str) -> list[str]:
         """The entries that one COPY source names: `pattern` is relative and clean, "" for the whole context.
-        Only a pattern with wildcards may name several."""
+        Only a pattern with wildcards may name several. Raises `ValueError` for one that is none."""
         if not pattern:
             return [""]
         if has_wildcards(pattern):
@@ -63,6 +66,8 @@ class Context:
             return [entry for entry in self.entries if rule.fullmatch(entry)]
         if self._holds(pattern):
             return [pattern]
+        if "\0" in pattern:
+            return []
         real = os.path.relpath(os.path.realpath(self.root / pattern), os.path.realpath(self.root))
         return [pattern] if not real.startswith("..") and self._holds(real) else []
 
@@ -165,7 +170,11 @@ def _ignore_rules(root: Path, dockerfile: str) -> _Rules:
     for name in (f"{dockerfile}.dockerignore", ".dockerignore"):
         if (root / name).is_file():
             text = (root / name).read_text("utf-8", "surrogateescape").removeprefix("\ufeff")
-            return _Rules(tuple(_rules(text)))
+            try:
+                return _Rules(tuple(_rules(text)))
+            except ValueError as error:
+                said = f"{name}: {error}"
+                raise BuildError("task_malformed", said, Evidence(said, said_by="task files")) from None
     return _Rules(())
 
 
@@ -193,7 +202,10 @@ def _go_pattern(pattern: str, *, double_star: bool = False) -> re.Pattern[str]:
         elif len(token) == 2 and token[0] == "\\":
             result += re.escape(token[1])
         elif token.startswith("[") and len(token) > 1:
-            result += re.sub(r"(?<!\\)\[(?!\^|$)", r"\\[", token[1:]).join(("[", ""))
+            result += "[" + re.sub(r"[\[&~|]|(?<=-)-", r"\\\g<0>", token[1:])
         else:
             result += _PIECES.get(token, re.escape(token))
-    return re.compile(result, re.DOTALL)
+    try:
+        return re.compile(result, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no pattern: {error}") from None

@@ -74,6 +74,10 @@ class Copies:
         heredocs = {heredoc.name: heredoc for heredoc in at.heredocs}
         for source in sources:
             if (found := heredoc_name(source)) is not None:
+                if found[0] not in heredocs:
+                    raise self.dockerfile.error(
+                        at, f"{source} has no body", "give each heredoc a name without spaces", token=source
+                    )
                 path = self._heredoc_file(at, heredocs[found[0]], mode, env)
                 result.append(" ".join(["COPY", *flags, self._array([path, target])]))
         return result
@@ -130,7 +134,10 @@ class Copies:
                 at, f"{at.keyword} cannot fetch {word} without BuildKit", "fetch it in a RUN step", raw
             )
         path = posixpath.normpath("/" + word).lstrip("/")
-        found = self.context.find(path)
+        try:
+            found = self.context.find(path)
+        except ValueError as error:
+            raise self.dockerfile.error(at, str(error), "correct the brackets", token=raw) from None
         if not found:
             if has_wildcards(path):
                 return []  # BuildKit copies nothing where a pattern matches nothing

@@ -1,7 +1,7 @@
 """Whether an engine is fit to hold sandboxes, for `rollcage doctor`: one line for each thing, with a remedy.
 
-Nothing is changed but for one container that is started and removed. What only the engine's own machine can tell (its
-disk, its rules) is asked where the engine is on this machine.
+Nothing is changed but for one container that is started and removed. What only the engine's own machine can
+tell (its disk, its rules) is asked where the engine is on this machine.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import docker
+import urllib3
 from docker.errors import DockerException
 
 from rollcage.rollout.sandbox.faults import engine_fault
@@ -55,7 +56,7 @@ class Engine:
             if not work.cancelled():
                 work.exception()
             raise
-        except (DockerException, OSError) as error:
+        except (DockerException, OSError, urllib3.exceptions.HTTPError) as error:
             raise engine_fault(error, doing) from error
 
     async def attach(self, container_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

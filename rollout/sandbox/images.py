@@ -13,17 +13,18 @@ changed one never passes for the old.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ParamSpec, TypeVar
 
 from docker.errors import ImageNotFound
 
@@ -34,11 +35,17 @@ from rollcage.rollout.sandbox.dockerfile import Dockerfile, parse
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.faults import pull_fault
 from rollcage.rollout.sandbox.lowering import LOWERING_VERSION, BaseConfig, lower
-from rollcage.rollout.sandbox.reaper import BUILD_LABEL, remove_dangling_images, wait_for_build_containers
+from rollcage.rollout.sandbox.reaper import (
+    BUILD_LABEL,
+    REPOSITORY,
+    remove_dangling_images,
+    wait_for_build_containers,
+)
 from rollcage.rollout.sandbox.stages import base_images
 from rollcage.rollout.task import Environment
 
-REPOSITORY = "rollcage/env"
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PULL_WAITS_SEC = (2.0, 8.0)
 """Waits between tries of one pull. More patience is the scheduler's: it has other work to do meanwhile."""
@@ -141,7 +148,7 @@ class Images:
     # environments
 
     async def _reference(self, environment: Environment, root: Path, context_digest: str | None) -> str:
-        digest = context_digest or await asyncio.to_thread(self._context_digest, root, environment.dockerfile)
+        digest = context_digest or await _in_thread(self._context_digest, root, environment.dockerfile)
         options = [LOWERING_VERSION, digest, environment.dockerfile, sorted(self.build_args.items())]
         return f"{REPOSITORY}:{hashlib.sha256(json.dumps(options).encode()).hexdigest()}"
 
@@ -164,12 +171,7 @@ class Images:
         if (present := await self._inspect(reference)) is not None:
             return _described(present, reference)
         assert environment.context is not None
-        path = environment.context / environment.dockerfile
-        try:
-            raw = await asyncio.to_thread(path.read_bytes)
-        except OSError as error:
-            said = f"{environment.dockerfile} of task {task} cannot be read: {error.strerror}"
-            raise BuildError("task_malformed", said, Evidence(said, said_by="task files")) from error
+        raw = await _in_thread((environment.context / environment.dockerfile).read_bytes)
         dockerfile = parse(raw.decode("utf-8", "surrogateescape"), file=environment.dockerfile)
         platform = await self._engine_platform()
         bases = {}
@@ -190,7 +192,7 @@ class Images:
         started = time.monotonic()
         build = Build(reference, f"build the image of task {task}", self.build_args)
         with tempfile.TemporaryFile() as tar:
-            await asyncio.to_thread(self._write_context, tar, environment, dockerfile, bases)
+            await _in_thread(self._write_context, tar, environment, dockerfile, bases)
             async with self._clearing:
                 self.building += 1
             self.builds += 1
@@ -306,6 +308,17 @@ class Images:
             version = await self.engine.call("ask the engine's version", lambda api: api.version())
             self._platform = f"{version.get('Os', 'linux')}/{version.get('Arch', 'amd64')}"
         return self._platform
+
+
+async def _in_thread(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run what reads a task's files. Raises `BuildError`: `task_malformed` where they cannot be read, `disk_full`
+    where there is no room to pack them."""
+    try:
+        return await asyncio.to_thread(read, *args, **kwargs)
+    except OSError as error:
+        error_class = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "task_malformed"
+        evidence = Evidence(f"the build context cannot be read: {error}", said_by="task files")
+        raise BuildError(error_class, evidence.message, evidence) from error
 
 
 def _pull(api: Any, reference: str) -> None:

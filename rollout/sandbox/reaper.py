@@ -25,6 +25,9 @@ DEADLINE_LABEL = "rollcage.deadline"
 BUILD_LABEL = "rollcage.build"
 """On images that a host's builds made, finished or not: that host."""
 
+REPOSITORY = "rollcage/env"
+"""The name of every image that we build; its tag is the digest of what it was built from."""
+
 KILLED_STEP_SEC = 10.0
 """The engine kills and removes a build's container within a second or two, unless it is very busy."""
 
@@ -41,10 +44,13 @@ class Reaped:
     images: int = 0
 
 
-async def reap(engine: Engine, *, host: str | None, job: str | None, now: float) -> Reaped:
+async def reap(
+    engine: Engine, *, host: str | None, job: str | None, now: float, images: bool = False
+) -> Reaped:
     """Remove containers past their deadline at `now` (Unix seconds), and those of this host and job (of both
     where both are given; none but those past their deadline where neither is). Then networks and unfinished
-    images: this host's, and of any other those past their deadline.
+    images: this host's, and of any other those past their deadline. With `images`, finished ones too: those that
+    this host built (None: that any did) and no container uses.
 
     What is gone already, or in use, is no error. Raises `SandboxError`.
     """
@@ -58,7 +64,8 @@ async def reap(engine: Engine, *, host: str | None, job: str | None, now: float)
                 engine, "remove a container", partial(_remove_container, container["Id"])
             )
     networks = await remove_networks(engine, host, now=now)
-    return Reaped(removed, networks, await remove_dangling_images(engine, host, now=now))
+    unfinished = await remove_dangling_images(engine, host, now=now)
+    return Reaped(removed, networks, unfinished + (await _remove_built_images(engine, host) if images else 0))
 
 
 async def remove_networks(engine: Engine, host: str | None, *, now: float) -> int:
@@ -85,6 +92,15 @@ async def remove_dangling_images(engine: Engine, host: str | None, *, now: float
         if mine or image["Created"] < before:
             removed += await _remove(engine, "remove an image", partial(_remove_image, image["Id"]))
     return removed
+
+
+async def _remove_built_images(engine: Engine, host: str | None) -> int:
+    label = BUILD_LABEL if host is None else f"{BUILD_LABEL}={host}"
+    images = await engine.call("list images", lambda api: api.images(filters={"label": label}))
+    tags = [
+        tag for image in images for tag in image.get("RepoTags") or [] if tag.startswith(f"{REPOSITORY}:")
+    ]
+    return sum([await _remove(engine, "remove an image", partial(_remove_image, tag)) for tag in tags])
 
 
 def wait_for_build_containers(api: Any, *, host: str) -> None:
@@ -115,8 +131,8 @@ def _remove_network(network_id: str, api: Any) -> None:
     api.remove_network(network_id)
 
 
-def _remove_image(image_id: str, api: Any) -> None:
-    api.remove_image(image_id)
+def _remove_image(image: str, api: Any) -> None:
+    api.remove_image(image)
 
 
 async def _remove(engine: Engine, doing: str, remove: Callable[[Any], None]) -> int:

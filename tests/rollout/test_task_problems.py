@@ -150,6 +150,7 @@ def test_what_is_not_supported_is_named(
         ({"task.toml": "a = 1\r\na = 2\r\n"}, "task.toml:2", "does not parse"),
         ({"task.toml": 'a = """\nx'}, "task.toml:2", "does not parse"),
         ({"task.toml": "#" * (1 << 20) + "x"}, "task.toml", "is larger than 1,048,576 bytes"),
+        ({"task.toml": "a = " + "[" * 5000 + "]" * 5000}, "task.toml", "is nested too deep"),
         ({"instruction.md": None}, "instruction.md", "is missing"),
         ({"instruction.md": " \n"}, "instruction.md", "says nothing"),
         ({"instruction.md": "<!-- canary -->\n"}, "instruction.md", "says nothing"),

@@ -129,7 +129,7 @@ def test_what_compose_says_of_its_one_service_goes_into_the_task(tmp_path: Path)
     compose = """services:
   sandbox:
     build: {context: ./img, dockerfile: Other, args: {VERSION: "1 2"}}
-    working_dir: /work
+    working_dir: /srv
     user: "1000:1000"
     network_mode: none
     environment: {A: "x${T_BENCH_CONTAINER_LOGS_PATH}/y", B: 1, C: $HOST, D: "${H-d}", E: "a$$b", F: }
@@ -147,7 +147,7 @@ def test_what_compose_says_of_its_one_service_goes_into_the_task(tmp_path: Path)
     assert report.problems == ()
     task = load_task(report.target)
     environment = task.environment
-    assert (environment.cpus, environment.memory_mb, environment.workdir) == (0.5, 2048, "/work")
+    assert (environment.cpus, environment.memory_mb, environment.workdir) == (0.5, 2048, "/srv")
     assert environment.network_mode == "no-network"
     assert environment.env == {
         "A": "x/logs/y", "B": "1", "C": "${HOST}", "D": "${H:-d}", "E": "a$b", "F": "${F:-}"
@@ -269,6 +269,7 @@ def test_keys_for_a_program_are_not_made_a_script(tmp_path: Path, commands: str,
         ({"task": None}, "task.yaml", "is missing"),
         ({"task": "instruction: x\nb: ]\n"}, "task.yaml:2", "does not parse"),
         ({"task": "difficulty: easy\n"}, "task.yaml", "instruction is missing"),
+        ({"task": "instruction: x\nblob: !!binary aGk=\n"}, "task.yaml", "TOML has no form for bytes"),
         ({"compose": "services: {}\n"}, "docker-compose.yaml", "there are no services"),
         ({"compose": "services: {a: {}}\n"}, "docker-compose.yaml", "neither build nor image"),
         ({"compose": "services: {a: {build: ../..}}\n"}, "docker-compose.yaml", "outside of the task"),

@@ -17,6 +17,8 @@ from typing import Any
 
 import docker
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rollcage.rollout.outcome import BuildError
 from rollcage.rollout.sandbox.build import Build
@@ -26,6 +28,7 @@ from rollcage.rollout.sandbox.lowering import BaseConfig, lower
 from rollcage.rollout.sandbox.stages import base_images
 
 BASE = "debian:bookworm-slim"
+HOST = f"test-dockerfile-{uuid.uuid4().hex[:8]}"
 Files = dict[str, tuple[int, str, bytes]]
 
 
@@ -318,6 +321,8 @@ WHOLE = [
 def api() -> Iterator[Any]:
     client = docker.APIClient(timeout=120)
     yield client
+    for image in client.images(filters={"label": f"rollcage.build={HOST}", "dangling": True}):
+        client.remove_image(image["Id"])
     client.close()
 
 
@@ -337,7 +342,7 @@ def built(api: Any, root: Path, text: str, files: dict[str, bytes]) -> Files:
     for base in base_images(dockerfile):
         env = api.inspect_image(base)["Config"]["Env"] or []
         bases[base] = BaseConfig(dict(entry.split("=", 1) for entry in env))
-    lowered = lower(dockerfile, context, bases=bases, labels={"rollcage.build": "test-dockerfile"})
+    lowered = lower(dockerfile, context, bases=bases, labels={"rollcage.build": HOST})
     tar = io.BytesIO()
     write_tar(tar, context, lowered.dockerfile.encode("utf-8", "surrogateescape"), lowered.files)
     tar.seek(0)
@@ -611,3 +616,71 @@ def test_an_untouched_instruction_stays_as_it_was_written(tmp_path: Path) -> Non
     text = 'FROM a\nRUN  apt-get update && \\\n    apt-get install -y x\nCMD ["x"]\nEXPOSE 80\n'
     write_context(tmp_path, text, {})
     assert lower(parse(text), Context.read(tmp_path)).dockerfile == text
+
+
+PIECES = [
+    "FROM a",
+    " AS b",
+    "\n",
+    "RUN ",
+    "COPY ",
+    "ADD ",
+    "ENV ",
+    "ARG ",
+    "ONBUILD ",
+    "SHELL ",
+    "HEALTHCHECK ",
+    "USER ",
+    "<<EOF",
+    "<<-EOF",
+    "<<'EOF'",
+    "<<",
+    "EOF",
+    "EOF\n",
+    " ",
+    "\\\n",
+    "\\",
+    '"',
+    "'",
+    "$",
+    "${",
+    "}",
+    "${x:-",
+    "${x/",
+    "/x",
+    ".",
+    "*",
+    "[",
+    '["a"]',
+    "]",
+    "#",
+    "# escape=`\n",
+    "`\n",
+    "--from=0",
+    "--chmod=1",
+    "--mount=type=cache",
+    "=",
+    "x",
+    "-",
+    "\r\n",
+    "\t",
+    "é",
+    "\x00",
+    "�",
+    "((1 << 4))",
+]
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map(lambda pieces: "FROM a\n" + "".join(pieces)))
+def test_any_text_is_lowered_or_refused_with_its_place(tmp_path: Path, text: str) -> None:
+    refused = None
+    try:
+        lowered = lower(parse(text), Context.read(tmp_path))
+    except DockerfileError as error:
+        refused = error
+    if refused is not None:
+        assert 1 <= refused.line <= text.count("\n") + 1
+        return
+    stages = parse(lowered.dockerfile).stages
+    assert not any(at.heredocs for stage in stages for at in stage.instructions)

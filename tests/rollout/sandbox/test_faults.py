@@ -151,6 +151,7 @@ UNANSWERED = [
     (requests.exceptions.ConnectionError(urllib3.exceptions.ProtocolError("RemoteDisconnected")),
      "docker_unavailable"),
     (requests.exceptions.ChunkedEncodingError("broken"), "docker_unavailable"),
+    (urllib3.exceptions.ProtocolError("Connection broken: IncompleteRead(0 bytes read)"), "docker_unavailable"),
     (ConnectionResetError(104, "reset"), "docker_unavailable"),
     (BrokenPipeError(32, "broken pipe"), "docker_unavailable"),
     (PermissionError(13, "denied"), "docker_unavailable"),

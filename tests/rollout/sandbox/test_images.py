@@ -13,8 +13,8 @@ import pytest
 from rollcage.rollout.outcome import BuildError
 from rollcage.rollout.sandbox.build import Build
 from rollcage.rollout.sandbox.engine import Engine
-from rollcage.rollout.sandbox.images import REPOSITORY, BuiltImage, Images
-from rollcage.rollout.sandbox.reaper import BUILD_LABEL
+from rollcage.rollout.sandbox.images import BuiltImage, Images
+from rollcage.rollout.sandbox.reaper import BUILD_LABEL, REPOSITORY, reap
 from rollcage.rollout.task import Environment
 
 pytestmark = pytest.mark.docker
@@ -237,6 +237,21 @@ async def test_a_ready_image_is_used_as_it_is(images: Images) -> None:
     image = await ensure(images, Environment(context=None, docker_image=BASE))
     assert (image.reference, image.built, image.cached) == (BASE, False, True)
     assert image.id.startswith("sha256:")
+
+
+async def test_built_images_go_when_asked_for_and_not_in_use(images: Images, tmp_path: Path) -> None:
+    api = images.engine.api
+    used, spare = [await ensure(images, task(tmp_path, f"FROM {BASE}\nENV n={n}\n")) for n in range(2)]
+    container = api.create_container(used.id, ["true"], labels={"rollcage.host": "test-in-use"})["Id"]
+    try:
+        assert (await reap(images.engine, host=images.host, job=None, now=0)).images == 0
+        assert (await reap(images.engine, host=images.host, job=None, now=0, images=True)).images == 1
+        left = {image["Id"] for image in api.images()}
+        assert (used.id in left, spare.id in left) == (True, False)
+    finally:
+        api.remove_container(container, force=True)
+    again = await ensure(images, task(tmp_path, f"FROM {BASE}\nENV n=1\n"))
+    assert again.built
 
 
 async def begun(images: Images) -> None:

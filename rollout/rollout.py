@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -39,6 +39,8 @@ from rollcage.rollout.sandbox.base import Sandbox
 from rollcage.rollout.sandbox.pool import SandboxPool
 from rollcage.rollout.task import Healthcheck, Step, Task
 from rollcage.rollout.trajectory import Attempt, Phase, Reward, Trajectory
+
+_SETUP = "command -v bash >/dev/null && exec bash setup.sh; exec sh setup.sh"
 
 TEARDOWN_SEC = 120.0
 """A container whose removal takes longer is left to the reaper."""
@@ -187,7 +189,7 @@ async def _run(
             await _prepare_step(sandbox, task, step)
         with run.phase(Phase.AGENT, Stage.AGENT):
             emit(f"agent {spec.agent}" + (f", step {step.name}" if len(task.steps) > 1 else ""))
-            ended = await _agent_phase(run, spec, agent, sandbox, step, emit)
+            ended = await _agent_phase(run, spec, agent, sandbox, step, pool.settings.environ, emit)
             stopped = stopped or ended
         with run.phase(Phase.VERIFY, Stage.VERIFY):
             emit("verifier")
@@ -233,14 +235,14 @@ async def _healthy(sandbox: Sandbox, check: Healthcheck | None) -> None:
 
 
 async def _prepare_step(sandbox: Sandbox, task: Task, step: Step) -> None:
-    """Put the step's own files into the workdir and run its `setup.sh`, as root."""
+    """Put the step's own files into the workdir and run its `setup.sh` as the agent's user, as Harbor does."""
     if step.workdir is not None:
         workdir = sandbox.spec.workdir or "/"
         await sandbox.upload(step.workdir, workdir)
         if (step.workdir / "setup.sh").is_file():
             result = await sandbox.exec(
-                ["/bin/sh", "-c", "chmod +x ./setup.sh && ./setup.sh && rm -f ./setup.sh"],
-                user="root",
+                ["/bin/sh", "-c", _SETUP],
+                user=step.agent_user,
                 workdir=workdir,
                 timeout=task.environment.build_timeout_sec,
             )
@@ -259,6 +261,7 @@ async def _agent_phase(
     agent: Agent,
     sandbox: Sandbox,
     step: Step,
+    environ: Mapping[str, str],
     emit: Callable[[str], None],
 ) -> RolloutError | None:
     """Let the agent work on one step. Returns what stopped it, where that is the agent's own doing."""
@@ -267,16 +270,18 @@ async def _agent_phase(
     limit = spec.agent_timeout_sec if spec.agent_timeout_sec is not None else step.agent_timeout_sec
     if limit is not None:
         limit *= spec.agent_timeout_multiplier
+    shell = await sandbox.shell(step.agent_user)
     clock = AgentClock(limit)
     context = AgentContext(
         task=spec.task,
         step=step,
         sandbox=sandbox,
-        shell=await sandbox.shell(step.agent_user),
+        shell=shell,
         session=run.session,
         sampling=spec.sampling,
         trajectory=trajectory,
         clock=clock,
+        environ=environ,
         sample=spec.sample,
         emit=emit,
     )

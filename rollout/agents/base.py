@@ -28,7 +28,7 @@ class AgentContext:
     `shell` is the agent's one shell, as the task's user in the task's workdir, kept over the steps.
     `session` is None for agents that have no policy. What the agent appends to `trajectory` is kept however
     the attempt ends. `clock` is the agent's own time: requests to the policy are made with it held, and their
-    generation is charged. `sample` counts the task's rollouts from 0. `emit` shows a line to whoever watches
+    generation is charged. `environ` resolves `${VAR}` in the task's tables. `sample` counts the task's rollouts from 0. `emit` shows a line to whoever watches
     (`rollcage try`).
     """
 
@@ -40,6 +40,7 @@ class AgentContext:
     sampling: Sampling
     trajectory: Trajectory
     clock: AgentClock
+    environ: Mapping[str, str] = field(default_factory=dict)
     sample: int = 0
     emit: Callable[[str], None] = field(default=lambda _line: None)
 

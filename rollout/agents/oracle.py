@@ -8,7 +8,7 @@ from pathlib import Path
 from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.agents.commands import add_turn, run_command
 from rollcage.rollout.outcome import Evidence, TaskError
-from rollcage.rollout.task import ignore_patterns
+from rollcage.rollout.task import ignore_patterns, resolve_env
 
 SOLUTION = "/solution"
 SCRIPT = f"{SOLUTION}/solve.sh"
@@ -34,9 +34,8 @@ class OracleAgent:
         await context.sandbox.upload(solution, SOLUTION, exclude=ignore_patterns(solution))
         if (script := _repaired(solution / "solve.sh")) is not None:
             await context.sandbox.write({SCRIPT: script}, mode=0o755)
-        env = "".join(
-            f"{name}={shlex.quote(value)} " for name, value in sorted(context.task.solution_env.items())
-        )
+        settings = resolve_env(context.task.solution_env, context.environ)
+        env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(settings.items()))
         result = await run_command(context, add_turn(context.trajectory), f"{env}{SCRIPT}")
         context.emit(f"solve.sh ended with status {result.exit_code}")
 

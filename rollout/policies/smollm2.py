@@ -205,7 +205,9 @@ def _write_weights(reader: Any, metadata: dict[str, Any], target: Path) -> None:
             values = _unpermute(values, heads[name])
         prefix = f"model.layers.{block.removeprefix('blk.')}." if block else ""
         weights[f"{prefix}{_TENSORS[name]}.weight"] = np.ascontiguousarray(values)
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    file = target / "model.safetensors"
+    save_file(weights, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # made as 0600, unlike its neighbours
 
 
 def _unpermute(values: Any, heads: int) -> Any:

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 image=debian:bookworm-slim
 
-say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
+say() { if [ -t 1 ]; then printf '\033[1m==>\033[0m %s\n' "$*"; else printf '==> %s\n' "$*"; fi; }
 
 if docker image inspect "$image" >/dev/null 2>&1; then
   exit 0

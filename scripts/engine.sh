@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 cache=${ROLLCAGE_CACHE:-$PWD/.cache}
 pidfile=$cache/dockerd.pid
 
-say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
+say() { if [ -t 1 ]; then printf '\033[1m==>\033[0m %s\n' "$*"; else printf '==> %s\n' "$*"; fi; }
 
 answers() {
   if command -v docker >/dev/null; then

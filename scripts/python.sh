@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
+say() { if [ -t 1 ]; then printf '\033[1m==>\033[0m %s\n' "$*"; else printf '==> %s\n' "$*"; fi; }
 
 python=
 for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
@@ -41,7 +41,7 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2
     fi
   fi
 fi
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
 
 pip install --upgrade pip
 if [ "$gpu" = yes ]; then

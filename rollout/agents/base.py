@@ -28,8 +28,8 @@ class AgentContext:
     `shell` is the agent's one shell, as the task's user in the task's workdir, kept over the steps.
     `session` is None for agents that have no policy. What the agent appends to `trajectory` is kept however
     the attempt ends. `clock` is the agent's own time: requests to the policy are made with it held, and their
-    generation is charged. `environ` resolves `${VAR}` in the task's tables. `sample` counts the task's rollouts from 0. `emit` shows a line to whoever watches
-    (`rollcage try`).
+    generation is charged. `environ` resolves `${VAR}` in the task's tables. `sample` counts the task's
+    rollouts from 0. `emit` shows a line to whoever watches (`rollcage try`).
     """
 
     task: Task

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcage.rollout.outcome import Evidence, SandboxError
-from rollcage.rollout.sandbox import files
+from rollcage.rollout.sandbox import changes, files
 from rollcage.rollout.sandbox.base import OUTPUT_BYTES, CommandResult, SandboxSpec, SandboxState
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.hostconfig import container_config
@@ -190,6 +190,14 @@ class DockerSandbox:
     async def download(self, path: str, target: Path, *, max_bytes: int) -> bool:
         """See `Sandbox.download`. Raises `ValueError` for a tree past `max_bytes` or with a refused entry."""
         return await files.download(self._engine, self.id, path, target, max_bytes)
+
+    async def changes(self) -> list[changes.Change]:
+        """Every path that differs from the image."""
+        return await changes.changes(self._engine, self.id)
+
+    async def restore(self, paths: Sequence[str]) -> None:
+        """Put these files and directories of the image back, over whatever is there."""
+        await changes.restore(self._engine, self.id, self.spec.image, paths)
 
     async def state(self) -> SandboxState:
         """See `Sandbox.state`. `oom_killed` is also true where the kernel has killed a process of a sandbox

@@ -162,7 +162,7 @@ class Link:
         self._mark += 1
         mark = b"command ulimit -S -m %d 2>/dev/null || :" % self._mark
         given = stdin or b"rc_in=/dev/null"
-        await self._send(b"rc_nonce=%b; %b; %b; rc_command=%b\n" % (command.word, mark, given, quoted(text)))
+        await self._send(b"rc_nonce=%b; %b; %b; %b\n" % (command.word, mark, given, _command(text)))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that the other end says. Raises `LinkClosed`."""

@@ -46,6 +46,16 @@ async def test_the_solution_runs_in_the_workdir_with_its_environment(
     assert command.exit_code == 0
 
 
+async def test_variables_of_the_environment_table_are_resolved(
+    make_context: Any, solution: Path, tmp_path: Path
+) -> None:
+    script(solution, '#!/bin/sh\necho "$KEY $MODE" > answer.txt\n')
+    env = {"KEY": "${SECRET}", "MODE": "${MODE:-fast}"}
+    task = Task("t", tmp_path, "", Environment(None, "image"), (), solution_env=env)
+    await OracleAgent().run(make_context(task=task, step=step(solution), environ={"SECRET": "a b"}))
+    assert (tmp_path / "workdir" / "answer.txt").read_text() == "a b fast\n"
+
+
 async def test_a_solution_that_fails_is_simply_done(make_context: Any, solution: Path) -> None:
     script(solution, "#!/bin/sh\necho no >&2\nexit 7\n")
     context = make_context(step=step(solution))

@@ -52,7 +52,7 @@ class VllmPolicyConfig(Settings):
     num_cpus: float = Field(default=0.0, ge=0, description="What Ray sets aside for each replica.")
     num_gpus: float = Field(default=0.0, ge=0, description="0: the model runs on the CPU.")
     threads: Count | None = Field(
-        default=None, description="OpenMP threads of a replica without a GPU; None: all cores."
+        default=None, description="OpenMP threads of a replica without a GPU; None: half of the CPUs."
     )
     engine_args: dict[str, Any] = Field(default={}, description="vLLM's AsyncEngineArgs, by name.")
     template_kwargs: dict[str, Any] = Field(default={}, description="Variables of the model's chat template.")

@@ -114,9 +114,11 @@ class TestsVerifier:
         places = (TESTS, LOGS) if tests else (LOGS,)
         planted = await _emptied(root, places, open_to_all=not is_root)
         if tests:
-            await _put_tests(sandbox, root, tests)
+            await _put_tests(sandbox, root, tests, for_root=is_root)
         result = await shell.run(
-            _command(env), timeout=self.timeout_multiplier * verifier.timeout_sec, output_bytes=2 * OUTPUT_TAIL_BYTES
+            _command(env),
+            timeout=self.timeout_multiplier * verifier.timeout_sec,
+            output_bytes=2 * OUTPUT_TAIL_BYTES,
         )
         await sandbox.stop_processes()
         if result.timed_out or result.exit_code is None:
@@ -137,7 +139,7 @@ class TestsVerifier:
             raise VerifierError(
                 error.error_class, error.message, _evidence(error.message, result, tail)
             ) from None
-        return replace(reward, output_tail=tail, test_ids=await _test_ids(sandbox))
+        return replace(reward, output_tail=tail, test_ids=await _test_ids(sandbox, _text(result.stderr)))
 
 
 def _directories(step: Step) -> list[Path]:
@@ -163,10 +165,14 @@ async def _emptied(root: Shell, places: Sequence[str], *, open_to_all: bool) -> 
         if [ -e "$f" ] || [ -L "$f" ]; then echo planted; fi
     done
     [ -d /logs ] || rm -f /logs
-    for d in {" ".join(places)}; do
-        rm -rf "$d" 2>/dev/null || {{ chattr -R -i -a "$d"; umount -l "$d"; rm -rf "$d"; }} >/dev/null 2>&1
-        mkdir -p "$d" && chmod {mode} "$d" || exit 1
-        [ -d "$d" ] && [ ! -L "$d" ] && [ -z "$(ls -A "$d")" ] || {{ echo "$d is not empty" >&2; exit 1; }}
+    set -- {" ".join(places)}
+    rm -rf "$@" 2>/dev/null || {{ chattr -R -i -a "$@"; umount -l "$@"; rm -rf "$@"; }} >/dev/null 2>&1
+    mkdir -p "$@" && chmod {mode} "$@" || exit 1
+    for d; do
+        [ -d "$d" ] && [ ! -L "$d" ] || {{ echo "$d is no directory" >&2; exit 1; }}
+        for f in "$d"/* "$d"/.[!.]* "$d"/..?*; do
+            if [ -e "$f" ] || [ -L "$f" ]; then echo "$f withstands" >&2; exit 1; fi
+        done
     done
     )"""
     result = await root.run(command, timeout=HOUSEKEEPING_SEC)
@@ -176,15 +182,17 @@ async def _emptied(root: Shell, places: Sequence[str], *, open_to_all: bool) -> 
     return b"planted" in result.stdout
 
 
-async def _put_tests(sandbox: Sandbox, root: Shell, tests: Sequence[Path]) -> None:
-    """Upload the tests; a test.sh with Windows line ends is sent with Unix ones, for the kernel takes the `\\r`
-    of `#!/bin/bash\\r` as part of the interpreter's name."""
+async def _put_tests(sandbox: Sandbox, root: Shell, tests: Sequence[Path], *, for_root: bool) -> None:
+    """Upload the tests. A test.sh with Windows line ends is sent with Unix ones: the kernel takes the `\\r` of
+    `#!/bin/bash\\r` as part of the interpreter's name."""
     for directory in tests:
         await sandbox.upload(directory, TESTS, exclude=ignore_patterns(directory))
     script = _script(tests)
+    executable = script is not None and script.stat().st_mode & 0o111 == 0o111
     if script is not None and b"\r\n" in (text := script.read_bytes()).partition(b"\n")[0] + b"\n":
         await sandbox.write({SCRIPT: text.replace(b"\r\n", b"\n")}, mode=0o755)
-    await root.run(f"chmod -R a+rX {TESTS}; chmod a+x {SCRIPT}", timeout=HOUSEKEEPING_SEC)
+    if not (for_root and executable):
+        await root.run(f"chmod -R a+rX {TESTS}; chmod a+x {SCRIPT}", timeout=HOUSEKEEPING_SEC)
 
 
 def _script(tests: Sequence[Path]) -> Path | None:
@@ -193,11 +201,14 @@ def _script(tests: Sequence[Path]) -> Path | None:
 
 
 def _command(env: Mapping[str, str]) -> str:
+    """Run the script; then print the end of its output, and on stderr which reports there are."""
     exports = "".join(f"export {key}={shlex.quote(value)}; " for key, value in env.items())
-    return (
-        f"( {exports}exec {SCRIPT} ) >{OUTPUT} 2>&1 </dev/null; rollcage_status=$?; "
-        f"tail -c {OUTPUT_TAIL_BYTES} {OUTPUT}; ( exit $rollcage_status )"
-    )
+    reports = " ".join(f"{LOGS}/{name}" for name in REPORT_NAMES)
+    return f"""( {exports}exec {SCRIPT} ) >{OUTPUT} 2>&1 </dev/null
+    rollcage_status=$?
+    tail -c {OUTPUT_TAIL_BYTES} {OUTPUT}
+    for f in {reports}; do if [ -f "$f" ]; then echo "$f" >&2; fi; done
+    ( exit $rollcage_status )"""
 
 
 async def _output_tail(shell: Shell) -> str:
@@ -212,11 +223,12 @@ async def _reward_file(sandbox: Sandbox, path: str) -> bytes | None:
         raise VerifierError("reward_malformed", str(error)) from error
 
 
-async def _test_ids(sandbox: Sandbox) -> tuple[str, ...]:
-    reports = await asyncio.gather(*(_report(sandbox, name) for name in REPORT_NAMES))
-    for name, data in zip(REPORT_NAMES, reports, strict=True):
-        if data is not None and (found := test_ids(name, data)):
-            return found
+async def _test_ids(sandbox: Sandbox, there: str) -> tuple[str, ...]:
+    for name in REPORT_NAMES:
+        if f"{LOGS}/{name}" in there.splitlines():
+            data = await _report(sandbox, name)
+            if data is not None and (found := test_ids(name, data)):
+                return found
     return ()
 
 

@@ -106,6 +106,7 @@ class Link:
         self.reports = 0
         self.oom_kills = 0
         self._number = 1
+        self._ended = {STDOUT: 0, STDERR: 0}
         self._mark = _MARKS
         self._key = secrets.token_hex(16).encode()
         self._scanners = {
@@ -226,13 +227,15 @@ class Link:
     def _hear_end(
         self, command: Command | None, stream: int, number: int, status: int, kills: int, cleared: int
     ) -> None:
-        # The two streams are apart: one may still bring the end of a shell when the other's is long past.
+        # The two streams are apart. Until both have brought this end, what the shell printed before it, the
+        # ends of its commands among it, may still come, and must not be taken for the next command's output.
         if command is not None and number >= command.number and getattr(command, _name(stream)) is None:
             command.exit_code = None
             command.shell_ended = True
             command.shell_exit_code = status
             self._complete(command, stream)
-        if number == self._number:
+        self._ended[stream] = number
+        if min(self._ended.values()) >= self._number:
             self._number += 1
             self.plain = True
             self.owner = None

@@ -2,8 +2,9 @@
 #
 # Each line on stdin is one frame, written by the host: it sets rc_nonce, rc_in (the command's stdin) and
 # rc_command, whose newlines are another byte that rc_join is told. When the command is done, a line of the
-# nonce and the exit code goes to stdout and to stderr, so that both are known to be complete. The commands run in this very shell, and this loop keeps out of what
-# they may do to it: `exec >file`, `set -e`, `set -x`, `break`, functions called like builtins, closed files.
+# nonce and the exit code goes to stdout and to stderr, so that both are known to be complete. The commands run
+# in this very shell, and this loop keeps out of what they may do to it: `exec >file`, `set -e`, `set -x`,
+# `break`, functions called like builtins, closed files.
 
 exec 8>&1 9>&2
 set --

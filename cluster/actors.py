@@ -1,7 +1,8 @@
 """Ray: joining or starting it, and a `SandboxHost` on each of its nodes.
 
 Actors are asyncio actors with as many concurrent calls as there may be rollouts; they do I/O only and take no
-CPU of Ray's. A host whose actor dies is `HostLost`, and `start_host` makes another on the same node.
+CPU of Ray's. A host whose actor does not answer is `HostLost` and ended for good, so that nothing goes on there
+unseen; `start_host` makes another on the same node.
 """
 
 from __future__ import annotations
@@ -10,15 +11,26 @@ import asyncio
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollcage.cluster.errors import CouldNotRun
 from rollcage.cluster.host import HostClient, HostLost, HostSpec, Prepared, SandboxHost, pack_task
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.rollout import AttemptSpec
@@ -30,8 +42,21 @@ NAMESPACE = "rollcage"
 CONCURRENT_CALLS = 20_000
 """More than one host can ever hold sandboxes; Ray's default for asyncio actors is 1,000."""
 
+CONNECT_SEC = 10.0
+"""How long the head of a Ray cluster may take to accept a connection."""
+
 OPEN_SEC = 120.0
 """How long a node may take to start the actor and reach its engine."""
+
+GONE = (
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    WorkerCrashedError,
+)
+"""What Ray raises where an actor is gone. Its other errors are about one call: a result that was lost, say."""
 
 OBJECT_STORE_BYTES = 256 << 20
 """Attempts are some hundred kB each and leave the store at once; Ray's default is 30% of the memory."""
@@ -40,40 +65,60 @@ OBJECT_STORE_BYTES = 256 << 20
 @contextmanager
 def connected(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[None]:
     """Inside the block this process is connected to Ray: to the cluster at `address`, else to one that is
-    started here and ended with the block, its files with it."""
+    started here and ended with the block, its files with it. Raises `CouldNotRun`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "error", "log_to_driver": False}
-    if address is not None:
-        ray.init(address=address, **common)
+    with ExitStack() as stack:
+        settings: dict[str, Any] = {"address": address}
+        if address is None:
+            # A token of this session's own, so that Ray does not keep one in the home directory.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            files = tempfile.mkdtemp(prefix="rollcage-ray-")
+            stack.callback(shutil.rmtree, files, ignore_errors=True)
+            settings = {
+                "address": "local",
+                "num_cpus": num_cpus,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": files,
+            }
+        stack.callback(ray.shutdown)
         try:
-            yield
-        finally:
-            ray.shutdown()
-        return
-    # A token of this session's own, so that Ray does not keep one in the home directory.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    files = tempfile.mkdtemp(prefix="rollcage-ray-")
-    try:
-        ray.init(
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=files,
-            **common,
-        )
+            if address is not None:
+                _reach(address)
+            ray.init(namespace=NAMESPACE, logging_level="error", log_to_driver=False, **settings)
+        except (RayError, OSError, RuntimeError, ValueError, SystemExit) as error:
+            doing = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
+            raise CouldNotRun(f"could not {doing}: {error}") from error
         yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(files, ignore_errors=True)
+
+
+def _reach(address: str) -> None:
+    """Raise `OSError` where nothing listens at `host:port`: Ray itself finds out after three minutes, and then
+    exits the process."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SEC).close()
 
 
 class ActorHost:
     """A `SandboxHost` behind an actor; implements `HostClient`."""
 
-    def __init__(self, actor: Any, name: str, node_id: str) -> None:
-        self.name = name
+    def __init__(self, actor: Any, node_id: str) -> None:
+        self.name = ""
         self.node_id = node_id
         self._actor = actor
+
+    async def open(self, after: str | None = None) -> None:
+        """See `SandboxHost.open`. Ends the actor where this fails, by `OPEN_SEC` at the latest."""
+        try:
+            async with asyncio.timeout(OPEN_SEC):
+                self.name = await self._call(self._actor.open.remote(after))
+        except TimeoutError as error:
+            ray.kill(self._actor)
+            raise HostLost(f"the host's actor did not start within {OPEN_SEC:g} s") from error
+        except BaseException:
+            ray.kill(self._actor)
+            raise
 
     async def prepare(self, task: Task) -> Prepared:
         prepared: Prepared = await self._call(self._actor.prepare.remote(task))
@@ -96,14 +141,15 @@ class ActorHost:
         finally:
             ray.kill(self._actor)
 
-    @staticmethod
-    async def _call(answer: Any) -> Any:
+    async def _call(self, answer: Any) -> Any:
+        """What the actor answers. Raises what it raised, and `HostLost` where it is gone."""
         try:
             return await answer
         except RayTaskError as error:
-            raise error.as_instanceof_cause() from error
-        except RayError as error:
-            oom = isinstance(error, OutOfMemoryError) or "memory" in type(error).__name__.lower()
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        except GONE as error:
+            ray.kill(self._actor)
+            oom = isinstance(error, OutOfMemoryError)
             raise HostLost(str(error), "host_oom" if oom else "host_lost") from error
 
 
@@ -115,8 +161,7 @@ def alive_nodes() -> list[str]:
 async def start_host(node_id: str, spec: HostSpec, *, after: str | None = None) -> ActorHost:
     """A host on this node, in the place of the one called `after`.
 
-    Raises `RolloutError` (`docker_unavailable`) where its engine does not answer, and
-    `HostLost` where the actor cannot be had."""
+    Raises `SandboxError` where its engine does not answer, and `HostLost` where the actor cannot be had."""
     actor = (
         ray.remote(SandboxHost)
         .options(
@@ -126,44 +171,29 @@ async def start_host(node_id: str, spec: HostSpec, *, after: str | None = None) 
         )
         .remote(spec)
     )
-    try:
-        async with asyncio.timeout(OPEN_SEC):
-            name = await ActorHost._call(actor.open.remote(after))
-    except (RolloutError, RayActorError, TimeoutError) as error:
-        ray.kill(actor)
-        if isinstance(error, RolloutError):
-            raise
-        raise HostLost(f"the host's actor did not start within {OPEN_SEC:g} s: {error}") from error
-    return ActorHost(actor, name, node_id)
+    host = ActorHost(actor, node_id)
+    await host.open(after)
+    return host
 
 
 class RayHosts:
-    """A host on each node of the cluster; implements the driver's `Hosts`.
+    """A host on each node of the cluster, never two on one; implements the driver's `Hosts`.
 
     `say` is told of nodes that cannot be hosts.
     """
 
     REPLACE_TRIES = 5
 
-    def __init__(
-        self,
-        spec: HostSpec,
-        *,
-        say: Callable[[str], None] = lambda _line: None,
-    ) -> None:
+    def __init__(self, spec: HostSpec, *, say: Callable[[str], None] = lambda _line: None) -> None:
         self._spec = spec
         self._say = say
+        self._taken: set[str] = set()
 
     async def start(self) -> list[HostClient]:
         """All hosts that can be had. Raises what the first node said where that is none."""
-        found = await asyncio.gather(*(self._start(node) for node in alive_nodes()), return_exceptions=True)
-        hosts: list[HostClient] = []
-        failures: list[BaseException] = []
-        for host in found:
-            if isinstance(host, BaseException):
-                failures.append(host)
-            else:
-                hosts.append(host)
+        found = await asyncio.gather(*map(self._try, alive_nodes()))
+        hosts: list[HostClient] = [host for host in found if isinstance(host, ActorHost)]
+        failures = [failure for failure in found if not isinstance(failure, ActorHost)]
         if not hosts:
             raise failures[0] if failures else HostLost("Ray has no node that is alive")
         for failure in failures:
@@ -171,17 +201,23 @@ class RayHosts:
         return hosts
 
     async def replace(self, lost: HostClient) -> HostClient | None:
-        """Another host on the same node, else on any other that is alive; None after some tries."""
+        """Another host on the same node, else on one that has none; None after some tries."""
         node = lost.node_id if isinstance(lost, ActorHost) else ""
+        self._taken.discard(node)
         for attempt in range(self.REPLACE_TRIES):
-            nodes = alive_nodes()
-            for candidate in sorted(nodes, key=lambda name: name != node):
-                try:
-                    return await self._start(candidate, after=lost.name)
-                except (RolloutError, HostLost) as error:
-                    self._say(f"no host in place of {lost.name} yet: {error}")
-            await asyncio.sleep(2.0**attempt)
+            await asyncio.sleep(2.0**attempt - 1)
+            free = [name for name in alive_nodes() if name not in self._taken]
+            for candidate in sorted(free, key=lambda name: name != node):
+                host = await self._try(candidate, after=lost.name)
+                if isinstance(host, ActorHost):
+                    return host
+                self._say(f"no host in the place of {lost.name} yet: {host}")
         return None
 
-    async def _start(self, node_id: str, after: str | None = None) -> ActorHost:
-        return await start_host(node_id, self._spec, after=after)
+    async def _try(self, node_id: str, after: str | None = None) -> ActorHost | RolloutError | HostLost:
+        self._taken.add(node_id)
+        try:
+            return await start_host(node_id, self._spec, after=after)
+        except (RolloutError, HostLost) as error:
+            self._taken.discard(node_id)
+            return error

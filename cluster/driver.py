@@ -6,43 +6,60 @@
 Invariants:
 
 - An attempt is in the ledger before the scheduler hears of its end, so nothing that counts is unwritten.
-- One task settles, so a group is committed after all of its rollouts.
-- A host that is lost is drained, then replaced; what ran on it ends as `host_lost` and is tried again.
+- One task of asyncio settles, so a group is committed after all of its rollouts.
+- A host that is lost is drained, then replaced: what ran on it ends as `host_lost` and is tried again, and
+  the host in its place removes what it left on its engine.
 - `stop` lets what runs end for `GRACE_SEC`, then cancels it; a second `stop` cancels at once. Either way
   every rollout is written and every host closed.
+- Whatever a host raises ends one attempt. Only the ledger, and having no host at all, end the job.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from rollcage.cluster.decisions import Assignment, Preparation, RolloutEnd, RolloutKey, TaskKey
 from rollcage.cluster.host import HostClient, HostLost, Prepared
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.progress import JobProgress
+from rollcage.cluster.records import UNWRITABLE, own_record, unknown, without_content
 from rollcage.cluster.scheduler import Scheduler
-from rollcage.rollout.outcome import BY_NAME, Domain, Evidence, Outcome, Stage
+from rollcage.rollout.outcome import Evidence, Outcome
 from rollcage.rollout.trajectory import Attempt
+
+T = TypeVar("T")
 
 GRACE_SEC = 30.0
 """How long attempts may go on after the first interrupt."""
 
+REPLACE_SEC = 180.0
+"""How long the end of a job waits for the host that cleans up after a lost one."""
+
 
 class Hosts(Protocol):
-    """Where hosts come from."""
+    """Where hosts come from. No two of them ever have one name."""
 
     async def start(self) -> list[HostClient]:
         """All hosts that can be had, at least one. Raises `HostLost` or `RolloutError` where there is none."""
         ...
 
     async def replace(self, lost: HostClient) -> HostClient | None:
-        """Another host in the place of a lost one; None where none can be had now."""
+        """Another host in the place of a lost one, which has removed what that one left; None where none can
+        be had."""
         ...
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Why a host gave no answer."""
+
+    error_class: str
+    evidence: Evidence
 
 
 class Driver:
@@ -67,28 +84,32 @@ class Driver:
         self._last: dict[RolloutKey, Attempt] = {}
         self._evidence: dict[TaskKey, Evidence] = {broken.key: broken.evidence for broken in plan.broken}
         self._work: set[asyncio.Task[None]] = set()
+        self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._begun = False
         self._stopping = 0
         self._grace: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
 
     @property
-    def stopped(self) -> bool:
-        """True once `stop` was called."""
-        return self._stopping > 0
+    def begun(self) -> bool:
+        """True once there was a host."""
+        return self._begun
 
     async def run(self) -> None:
-        """Run the job to its end. Raises what `Hosts.start` raises, and what the ledger raises."""
+        """Run the job to its end.
+
+        Raises what `Hosts.start` raises, before anything is spent; `HostLost` where every host is lost and none
+        can be had in its place (what is unfinished is written as `cancelled`); and what the ledger raises.
+        """
         try:
             for host in await self._source.start():
                 self._join(host)
+            self._begun = True
             for broken in self._plan.broken:
                 self._scheduler.quarantine(broken.key, broken.error_class)
+            self._check_quarantined()
             await self._loop()
-        except HostLost:
-            self._scheduler.cancel(time.monotonic())
-            await self._settle()
-            raise
         finally:
             await self._close()
 
@@ -97,10 +118,9 @@ class Driver:
         self._stopping += 1
         if self._stopping == 1:
             self._scheduler.cancel(time.monotonic())
-            loop = asyncio.get_running_loop()
-            self._grace = loop.call_later(GRACE_SEC, lambda: self._spawn(self._cancel()))
+            self._grace = asyncio.get_running_loop().call_later(GRACE_SEC, self._cancel)
         else:
-            self._spawn(self._cancel())
+            self._cancel()
         self._changed.set()
 
     # The loop
@@ -115,6 +135,8 @@ class Driver:
             if self._scheduler.done:
                 return
             if self._hosts.keys() <= self._lost and not self._work:
+                self._scheduler.cancel(time.monotonic())
+                await self._settle()
                 raise HostLost("every host is lost and none could be had in its place")
             due = self._scheduler.wake_at()
             try:
@@ -125,61 +147,61 @@ class Driver:
 
     def _decide(self) -> None:
         now = time.monotonic()
-        for preparation in self._scheduler.prepare(now):
-            self._spawn(self._prepare(preparation))
+        # What is prepared now may stand before what `next` finds idle, so the scheduler is asked on both sides.
+        preparations = self._scheduler.prepare(now)
         for assignment in self._scheduler.next(now):
-            self._spawn(self._attempt(assignment), host=assignment.host)
-        for preparation in self._scheduler.prepare(now):
-            self._spawn(self._prepare(preparation))
+            host = self._hosts[assignment.host]
+            self._spawn(self._attempt(assignment, host), self._on_host[host.name])
+        for preparation in preparations + self._scheduler.prepare(now):
+            host = self._hosts[preparation.host]
+            self._spawn(self._prepare(preparation, host), self._on_host[host.name])
 
-    def _spawn(self, work: Coroutine[Any, Any, None], host: str | None = None) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
+        """Begin some work, and count it among others of its kind until it is done."""
         task = asyncio.create_task(work)
-        self._work.add(task)
-        if host is not None:
-            self._on_host[host].add(task)
-            task.add_done_callback(self._on_host[host].discard)
+        for tasks in (self._work, among):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._work.discard(task)
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._failure = self._failure or failure
         self._changed.set()
 
     # Work on hosts
 
-    async def _prepare(self, preparation: Preparation) -> None:
-        host = self._hosts[preparation.host]
-        try:
-            prepared = await host.prepare(self._plan.tasks[preparation.task])
-        except HostLost as lost:
-            self._lose(host)
-            prepared = Prepared(error_class=lost.error_class, evidence=Evidence(str(lost), "rollcage"))
-        except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
-            prepared = Prepared(error_class="internal_error", evidence=_unknown(error))
-        now = time.monotonic()
+    async def _prepare(self, preparation: Preparation, host: HostClient) -> None:
+        prepared = await self._ask(host, host.prepare(self._plan.tasks[preparation.task]))
+        if isinstance(prepared, _Fault):
+            prepared = Prepared(error_class=prepared.error_class, evidence=prepared.evidence)
         end = self._scheduler.prepared(
-            preparation.preparation_id, prepared.error_class, prepared.retry_after_sec, now
+            preparation.preparation_id, prepared.error_class, prepared.retry_after_sec, time.monotonic()
         )
-        if prepared.evidence is not None:
-            self._evidence[preparation.task] = prepared.evidence
         if end is not None and end.quarantined is not None:
-            self._say_quarantined(end.quarantined, prepared.error_class or "")
+            self._quarantined(end.quarantined, prepared.error_class, prepared.evidence)
 
-    async def _attempt(self, assignment: Assignment) -> None:
-        host = self._hosts[assignment.host]
-        policy = self._plan.agent(assignment.key.agent).policy
+    async def _attempt(self, assignment: Assignment, host: HostClient) -> None:
         started = time.time()
+        policy = self._plan.agent(assignment.key.agent).policy
+        attempt = await self._ask(host, host.run(self._plan.attempt(assignment), policy))
+        if isinstance(attempt, _Fault):
+            attempt = own_record(
+                assignment.key,
+                Outcome.INVALID,
+                attempt.error_class,
+                attempt.evidence,
+                number=assignment.number,
+                policy=policy,
+                attempt_id=assignment.attempt_id,
+                host=host.name,
+                started_at=started,
+            )
         try:
-            attempt = await host.run(self._plan.attempt(assignment), policy)
-        except HostLost as lost:
-            self._lose(host)
-            evidence = Evidence(str(lost), "rollcage")
-            attempt = self._ended_without_host(assignment, started, lost.error_class, evidence)
-        except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
-            attempt = self._ended_without_host(assignment, started, "internal_error", _unknown(error))
-        await self._ledger.record_attempt(attempt)
-        self._last[assignment.key] = attempt
+            await self._ledger.record_attempt(attempt)
+        except UNWRITABLE as error:
+            attempt = without_content(attempt, error)
+            await self._ledger.record_attempt(attempt)
         end = self._scheduler.ended(
             assignment.attempt_id,
             attempt.outcome,
@@ -189,11 +211,38 @@ class Driver:
         )
         if end is None:
             return
+        self._last[assignment.key] = attempt
         if end.quarantined is not None:
-            self._evidence[end.quarantined] = attempt.evidence or Evidence()
-            self._say_quarantined(end.quarantined, attempt.error_class or "")
+            self._quarantined(end.quarantined, end.error_class, attempt.evidence)
         if not end.final:
             self._progress.retried(end.error_class or "", self._scheduler.counts().in_flight)
+
+    async def _ask(self, host: HostClient, call: Coroutine[Any, Any, T]) -> T | _Fault:
+        """What the host answers, or why it gave no answer."""
+        try:
+            return await call
+        except HostLost as lost:
+            self._lose(host)
+            return _Fault(lost.error_class, Evidence(str(lost), "rollcage").capped())
+        except asyncio.CancelledError as error:
+            me = asyncio.current_task()
+            if me is None or me.cancelling():
+                raise
+            return _Fault("internal_error", unknown(error))  # nobody cancelled this call but the host itself
+        except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
+            return _Fault("internal_error", unknown(error))
+
+    def _cancel(self) -> None:
+        for name, host in self._hosts.items():
+            if name not in self._lost:
+                self._spawn(self._cancel_on(host), self._on_host[name])
+
+    async def _cancel_on(self, host: HostClient) -> None:
+        fault = await self._ask(host, host.cancel())
+        if fault is not None:
+            self._progress.say(f"host {host.name} could not cancel what it runs: {fault.evidence.message}")
+
+    # Hosts come and go
 
     def _join(self, host: HostClient) -> None:
         self._hosts[host.name] = host
@@ -206,31 +255,35 @@ class Driver:
         self._lost.add(host.name)
         self._scheduler.host_up(host.name, 0, time.monotonic())
         self._progress.say(f"host {host.name} is lost; what ran on it is tried again")
-        self._spawn(self._replace(host))
+        self._spawn(self._replace(host), self._replacing)
 
     async def _replace(self, lost: HostClient) -> None:
         if running := self._on_host[lost.name]:
             await asyncio.wait(set(running))
         self._scheduler.host_down(lost.name, time.monotonic())
-        del self._hosts[lost.name]
-        if self._scheduler.done:
-            return
+        del self._hosts[lost.name], self._on_host[lost.name]
         host = await self._source.replace(lost)
         if host is not None:
             self._join(host)
-
-    async def _cancel(self) -> None:
-        hosts = [host for name, host in self._hosts.items() if name not in self._lost]
-        await asyncio.gather(*(host.cancel() for host in hosts), return_exceptions=True)
+        else:
+            self._progress.say(
+                f"no host could be had in the place of {lost.name}; "
+                f"`rollcage gc --job {self._plan.job}` removes what it left"
+            )
 
     async def _close(self) -> None:
-        """Close every host, whatever else went wrong; a host that is lost has nothing left to close."""
+        """Close every host, whatever else went wrong. A lost one is cleaned up after by the host in its place."""
         if self._grace is not None:
             self._grace.cancel()
+        if self._replacing:
+            await asyncio.wait(set(self._replacing), timeout=REPLACE_SEC)
         closing = [host.close() for name, host in self._hosts.items() if name not in self._lost]
         for result in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(result, BaseException):
-                self._progress.say(f"a host did not close well: {result}; `rollcage gc` removes what is left")
+                self._progress.say(
+                    f"a host did not close well: {result}; "
+                    f"`rollcage gc --job {self._plan.job}` removes what it left"
+                )
         for task in set(self._work):
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
@@ -239,74 +292,38 @@ class Driver:
 
     async def _settle(self) -> None:
         """Write the rollouts that ended, then commit the groups that are whole."""
-        while (ends := self._scheduler.finished()) or self._scheduler.done:
+        while ends := self._scheduler.finished():
             groups = self._scheduler.groups_done()
-            await asyncio.gather(*(self._record(end) for end in ends))
+            await asyncio.gather(*(self._write(end) for end in ends))
             await asyncio.gather(*(self._ledger.commit_group(group.agent, group.task) for group in groups))
-            if not ends:
-                return
 
-    async def _record(self, end: RolloutEnd) -> None:
+    async def _write(self, end: RolloutEnd) -> None:
         attempt = self._last.pop(end.key, None)
         if attempt is None or attempt.attempt_id != end.attempt_id:
-            attempt = self._ended_unattempted(end)
+            # No attempt decided it: its task was quarantined, or the job cancelled.
+            evidence = self._evidence.get(end.key.task_key) if end.outcome is Outcome.INVALID else None
+            error_class = end.error_class or "cancelled"
+            policy = self._plan.agent(end.key.agent).policy
+            attempt = own_record(
+                end.key, end.outcome, error_class, evidence, number=end.attempts, policy=policy
+            )
         self._progress.ended(end.outcome, self._scheduler.counts().in_flight)
-        await self._ledger.record_rollout(attempt, end.attempts, self._group_size[end.key.agent])
+        group_size = self._group_size[end.key.agent]
+        try:
+            await self._ledger.record_rollout(attempt, end.attempts, group_size)
+        except UNWRITABLE as error:
+            await self._ledger.record_rollout(without_content(attempt, error), end.attempts, group_size)
 
-    def _ended_unattempted(self, end: RolloutEnd) -> Attempt:
-        """The record of a rollout that no attempt decided: its task was quarantined, or the job cancelled."""
-        row = BY_NAME[end.error_class or "cancelled"]
-        now = time.time()
-        return Attempt(
-            attempt_id="",
-            job=end.key.job,
-            task=end.key.task,
-            task_digest=end.key.task_digest,
-            sample=end.key.sample,
-            number=end.attempts,
-            agent=end.key.agent,
-            policy=self._plan.agent(end.key.agent).policy or "",
-            host="",
-            outcome=end.outcome,
-            error_class=row.name,
-            stage=Stage.QUEUE if row.domain is Domain.SERVICE else row.stages[0],
-            evidence=self._evidence.get(end.key.task_key) if end.outcome is Outcome.INVALID else None,
-            started_at=now,
-            ended_at=now,
-        )
+    # Quarantine
 
-    def _ended_without_host(
-        self, assignment: Assignment, started: float, error_class: str, evidence: Evidence
-    ) -> Attempt:
-        key = assignment.key
-        return Attempt(
-            attempt_id=assignment.attempt_id,
-            job=key.job,
-            task=key.task,
-            task_digest=key.task_digest,
-            sample=key.sample,
-            number=assignment.number,
-            agent=key.agent,
-            policy=self._plan.agent(key.agent).policy or "",
-            host=assignment.host,
-            outcome=Outcome.INVALID,
-            error_class=error_class,
-            stage=Stage.QUEUE,
-            evidence=evidence.capped(),
-            started_at=started,
-            ended_at=time.time(),
-        )
-
-    def _say_quarantined(self, task: TaskKey, error_class: str) -> None:
-        said = self._evidence.get(task, Evidence()).message
-        first = said.splitlines()[0][:300] if said else ""
+    def _quarantined(self, task: TaskKey, error_class: str | None, evidence: Evidence | None) -> None:
+        self._evidence[task] = evidence or Evidence()
+        first = self._evidence[task].message.partition("\n")[0][:300]
         self._progress.say(f"quarantined {task.name}: {error_class}: {first}")
+        self._check_quarantined()
+
+    def _check_quarantined(self) -> None:
         limit = self._plan.max_quarantined_tasks
         if limit is not None and len(self._scheduler.counts().quarantined) > limit and not self._stopping:
             self._progress.say(f"more than {limit} tasks are quarantined: the job stops")
             self.stop()
-
-
-def _unknown(error: Exception) -> Evidence:
-    tail = "".join(traceback.format_exception(error))[-3000:]
-    return Evidence(f"{type(error).__name__}: {error}", "rollcage", log_tail=tail).capped()

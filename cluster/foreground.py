@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -19,10 +18,12 @@ from rollcage.cluster.config import JobConfig, VllmPolicyConfig, load_job
 from rollcage.cluster.decisions import Assignment
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.host import SandboxHost
-from rollcage.cluster.job import model_path
+from rollcage.cluster.interrupts import Interrupts
+from rollcage.cluster.job import model_path, scripted_policies
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import host_spec, make_plan
-from rollcage.rollout.outcome import BY_NAME, Outcome, RolloutError, Stage
+from rollcage.cluster.records import own_record
+from rollcage.rollout.outcome import BY_NAME, Outcome, RolloutError
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.trajectory import Attempt
 
@@ -40,7 +41,8 @@ def try_task(
 ) -> Attempt:
     """Run one attempt at a task and return its record.
 
-    Raises `InputError` for a bad task, agent or option, and `CouldNotRun` where engine or model cannot be had.
+    Raises `InputError` for a bad task, agent or option, `CouldNotRun` where engine or model cannot be had, and
+    `KeyboardInterrupt` where a signal came before the agent.
     """
     settings = {
         "tasks": [str(task)],
@@ -58,6 +60,8 @@ def try_task(
         return asyncio.run(_try(config, plan, sample, keep, console))
     except RolloutError as error:
         raise CouldNotRun(str(error)) from error
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def as_dict(attempt: Attempt) -> dict[str, Any]:
@@ -107,62 +111,56 @@ async def _try(config: JobConfig, plan: JobPlan, sample: int, keep: bool, consol
     def emit(line: str) -> None:
         console.print(escape(line), highlight=False, soft_wrap=True)
 
-    async with _policies(config, emit) as policies:
-        host = SandboxHost(host_spec(config, plan.job, policies), emit=emit)
-        name = await host.open()
-        try:
-            loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGINT, lambda: loop.create_task(host.cancel()))
-            [task] = plan.tasks.values()
-            key = next(key for key in plan.rollouts() if key.sample == sample)
-            spec = plan.attempt(Assignment(key, 1, name, f"try-{plan.job}"))
-            prepared = await host.prepare(task)
-            if prepared.error_class is not None:
-                return Attempt(
-                    attempt_id=spec.attempt_id,
-                    job=plan.job,
-                    task=task.name,
-                    task_digest=task.digest,
-                    sample=sample,
-                    number=1,
-                    agent=spec.agent,
-                    policy="",
-                    host=name,
-                    outcome=Outcome.INVALID,
-                    error_class=prepared.error_class,
-                    stage=Stage.BUILD,
-                    evidence=prepared.evidence,
-                )
-            attempt = await host.run(spec, plan.agents[0].policy, keep=keep)
-            if keep:
-                emit(f"kept: docker exec -it rollcage-{spec.attempt_id}-main sh")
-                emit(f"remove it with: rollcage gc --job {plan.job}")
-            return attempt
-        finally:
-            await host.close(keep=keep)
+    [task] = plan.tasks.values()
+    key = next(key for key in plan.rollouts() if key.sample == sample)
+    with Interrupts(emit):
+        async with _policies(config, emit) as policies:
+            host = SandboxHost(host_spec(config, plan.job, policies), emit=emit)
+            name = await host.open()
+            try:
+                prepared = await host.prepare(task)
+                if prepared.error_class is not None:
+                    policy = plan.agents[0].policy
+                    return own_record(
+                        key,
+                        Outcome.INVALID,
+                        prepared.error_class,
+                        prepared.evidence,
+                        number=1,
+                        policy=policy,
+                        host=name,
+                    )
+                spec = plan.attempt(Assignment(key, 1, name, f"try-{plan.job}"))
+                attempt = await host.run(spec, plan.agents[0].policy, keep=keep)
+                if keep:
+                    emit(f"kept: docker exec -it rollcage-{spec.attempt_id}-main sh")
+                    emit(f"remove it with: rollcage gc --job {plan.job}")
+                return attempt
+            finally:
+                await host.close(keep=keep)
 
 
 @asynccontextmanager
 async def _policies(config: JobConfig, emit: Any) -> AsyncIterator[dict[str, Policy]]:
     """The one policy that the agent works with, in this process."""
-    from rollcage.rollout.policies.scripted import ScriptedPolicy
     from rollcage.rollout.policies.vllm import VllmEngine, VllmPolicy
 
-    used = config.used_policies()
-    if not used:
-        yield {}
+    served = [
+        (name, policy)
+        for name, policy in config.used_policies().items()
+        if isinstance(policy, VllmPolicyConfig)
+    ]
+    if not served:
+        yield scripted_policies(config)
         return
-    [(name, policy)] = used.items()
-    if not isinstance(policy, VllmPolicyConfig):
-        try:
-            yield {name: ScriptedPolicy(policy.file, name=name)}
-        except ValueError as error:
-            raise InputError(str(error)) from error
-        return
+    [(name, policy)] = served
     emit(f"starting {policy.model}")
     engine = VllmEngine(await asyncio.to_thread(model_path, policy.model), policy.engine_args)
-    await engine.start()
     try:
+        try:
+            await engine.start()
+        except ValueError as error:
+            raise InputError(f"policies.{name}: {error}") from error
         yield {name: VllmPolicy(engine, name=name, template_kwargs=policy.template_kwargs)}
     finally:
         await engine.close()

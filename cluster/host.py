@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shutil
 import socket
 import tarfile
 import tempfile
@@ -94,7 +95,7 @@ class SandboxHost:
         self._emit = emit
         self._running: dict[str, asyncio.Task[Attempt]] = {}
         self._tasks: dict[str, Task] = {}
-        self._files: tempfile.TemporaryDirectory[str] | None = None
+        self._files: str | None = None
 
     async def open(self, after: str | None = None) -> str:
         """Reach the engine and return this host's name. What is past its deadline there is removed, and
@@ -103,8 +104,12 @@ class SandboxHost:
         Raises `SandboxError` where the engine does not answer.
         """
         spec = self._spec
-        self._engine = Engine(spec.sandbox.docker_host)
-        await reap(self._engine, host=after, job=None, now=time.time())
+        self._engine = await asyncio.to_thread(Engine, spec.sandbox.docker_host)
+        try:
+            await reap(self._engine, host=after, job=None, now=time.time())
+        except BaseException:
+            self._engine.close()
+            raise
         self._pool = SandboxPool(self._engine, spec.sandbox, host=self.name, job=spec.job)
         self._verifier = TestsVerifier(
             environ=spec.sandbox.environ,
@@ -140,10 +145,10 @@ class SandboxHost:
 
     async def run(self, spec: AttemptSpec, policy: str | None, *, keep: bool = False) -> Attempt:
         """Run one attempt of a task that `prepare` has made ready."""
-        local = replace(spec, task=self._tasks.get(spec.task.digest, spec.task))
+        local = self._tasks.get(spec.task.digest, spec.task)
         attempt = asyncio.ensure_future(
             run_attempt(
-                local,
+                replace(spec, task=replace(local, name=spec.task.name)),
                 self._pool,
                 self._verifier,
                 self._spec.policies[policy] if policy is not None else None,
@@ -158,7 +163,9 @@ class SandboxHost:
             del self._running[spec.attempt_id]
 
     async def cancel(self) -> None:
-        for attempt in self._running.values():
+        running = list(self._running.values())
+        await asyncio.sleep(0)  # one that has not begun yet could not end in a record
+        for attempt in running:
             attempt.cancel()
 
     async def close(self, *, keep: bool = False) -> None:
@@ -173,7 +180,7 @@ class SandboxHost:
         finally:
             self._engine.close()
             if self._files is not None:
-                self._files.cleanup()
+                await asyncio.to_thread(shutil.rmtree, self._files, ignore_errors=True)
 
     def _localize(self, task: Task, files: bytes | None) -> Task | None:
         """The task with paths of this machine; None where its files must be sent first."""
@@ -182,11 +189,11 @@ class SandboxHost:
         if files is None:
             return None
         if self._files is None:
-            self._files = tempfile.TemporaryDirectory(prefix="rollcage-tasks-")
-        root = Path(self._files.name) / task.digest
+            self._files = tempfile.mkdtemp(prefix="rollcage-tasks-")
+        root = Path(tempfile.mkdtemp(dir=self._files))  # copies of a task may come at the same time
         with tarfile.open(fileobj=io.BytesIO(files)) as tar:
-            tar.extractall(root, filter="data")
-        return replace(load_task(root), name=task.name)
+            tar.extractall(root, filter="tar")
+        return replace(load_task(root), digest=task.digest)
 
 
 def pack_task(task: Task) -> bytes:

@@ -1,12 +1,13 @@
 """`rollcage run`: from a configuration to a finished run directory.
 
 config -> plan -> ledger -> Ray -> policies -> hosts -> driver -> summary.json
+
+Where nothing could be begun, nothing stays behind: the run directory is there again to be used.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,16 +17,19 @@ from typing import Any
 
 from rich.console import Console
 
-from rollcage.cluster.config import JobConfig, VllmPolicyConfig, load_job
+from rollcage.cluster.config import JobConfig, ScriptedPolicyConfig, VllmPolicyConfig, load_job
 from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.interrupts import Interrupts
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import host_spec, make_plan
 from rollcage.cluster.progress import JobProgress
 from rollcage.metrics.report import summarize
-from rollcage.rollout.arrow import RunError, RunExists
+from rollcage.rollout.arrow import TABLES, Location, RunError
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.policies.base import Policy
+
+STOPPING = "interrupted: no more rollouts; what runs may end (press again to cancel it)"
 
 
 @dataclass(frozen=True)
@@ -46,31 +50,37 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The run directory and its summary, as `rollcage report --json` prints it."""
+    """The run directory and its summary, as `rollcage report --json` prints it. `interrupted`: by a signal."""
 
     run: Path
     summary: dict[str, Any]
+    interrupted: bool
 
 
 def run_job(options: RunOptions, console: Console) -> RunResult:
     """Run a job to its end.
 
-    Raises `InputError` for what is wrong with the job, before anything is spent, and `CouldNotRun` where Ray, an
-    engine or a model cannot be had.
+    Raises `InputError` for what is wrong with the job, before anything is spent; `CouldNotRun` where Ray, an
+    engine or a model cannot be had, or the run directory cannot be written; and `KeyboardInterrupt` where a signal
+    came before the first rollout.
     """
     config = _config(options)
     plan = make_plan(config)
+    scripted = scripted_policies(config)
     run = Path(config.output or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     job = {"job": plan.job, "config": config.model_dump(mode="json"), "tasks": _task_list(plan)}
     try:
         ledger = Ledger.create(run, job)
-    except (RunExists, RunError, OSError) as error:
-        raise InputError(f"{error}") from error
+    except (RunError, OSError) as error:
+        raise InputError(str(error)) from error
     try:
-        asyncio.run(_run(config, plan, ledger, console))
+        interrupted = asyncio.run(_run(config, plan, scripted, ledger, console))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     finally:
+        _forget_unbegun(ledger.location)
         ledger.close()
-    return RunResult(run, summarize(run))
+    return RunResult(run, summarize(run), interrupted)
 
 
 def _config(options: RunOptions) -> JobConfig:
@@ -89,45 +99,75 @@ def _config(options: RunOptions) -> JobConfig:
     return load_job(options.job, options.overrides, settings)
 
 
-async def _run(config: JobConfig, plan: JobPlan, ledger: Ledger, console: Console) -> None:
+def scripted_policies(config: JobConfig) -> dict[str, Policy]:
+    """The policies that need nothing but their file."""
+    from rollcage.rollout.policies.scripted import ScriptedPolicy
+
+    policies: dict[str, Policy] = {}
+    for name, policy in config.used_policies().items():
+        if isinstance(policy, ScriptedPolicyConfig):
+            try:
+                policies[name] = ScriptedPolicy(policy.file, name=name)
+            except (ValueError, OSError) as error:
+                raise InputError(f"policies.{name}: {error}") from error
+    return policies
+
+
+def _forget_unbegun(location: Location) -> None:
+    """Delete the files of a run that has no row."""
+    if any(location.shards(table) or location.journals(table) for table in TABLES):
+        return
+    location.erase()
+    if location.local and not any(location.local.iterdir()):
+        location.local.rmdir()
+
+
+async def _run(
+    config: JobConfig, plan: JobPlan, scripted: Mapping[str, Policy], ledger: Ledger, console: Console
+) -> bool:
+    """Returns True where a signal ended the job before its time."""
     from rollcage.cluster.actors import RayHosts, connected
     from rollcage.cluster.driver import Driver
     from rollcage.cluster.host import HostLost
 
-    total = sum(1 for _ in plan.rollouts())
     started = time.monotonic()
-    with JobProgress(total, console) as progress:
+    with JobProgress(sum(1 for _ in plan.rollouts()), console) as progress:
         for broken in plan.broken:
             progress.say(f"quarantined {broken.key.name}: {broken.error_class}: {broken.evidence.message}")
-        try:
-            async with AsyncExitStack() as stack:
-                progress.say("connecting to Ray" if config.ray.address else "starting Ray on this machine")
-                stack.enter_context(connected(config.ray.address, num_cpus=config.ray.num_cpus))
-                policies = await stack.enter_async_context(_policies(config, progress))
-                hosts = RayHosts(host_spec(config, plan.job, policies), say=progress.say)
-                driver = Driver(plan, ledger, hosts, progress)
-                _stop_on_interrupt(driver, progress)
+        async with AsyncExitStack() as stack:
+            progress.say("joining the Ray cluster" if config.ray.address else "starting Ray on this machine")
+            stack.enter_context(connected(config.ray.address, num_cpus=config.ray.num_cpus))
+            interrupts = stack.enter_context(Interrupts(progress.say))
+            served = await stack.enter_async_context(_served_policies(config, progress))
+            hosts = RayHosts(host_spec(config, plan.job, {**scripted, **served}), say=progress.say)
+            driver = Driver(plan, ledger, hosts, progress)
+            interrupts.then(driver.stop, STOPPING)
+            failure = None
+            try:
                 await driver.run()
-        except (RolloutError, HostLost, ConnectionError) as error:
-            raise CouldNotRun(str(error)) from error
-        finally:
+            except (RolloutError, HostLost) as error:
+                failure = error
+            except (OSError, RunError) as error:
+                raise CouldNotRun(f"{ledger.location} cannot be written: {error}") from error
+            finally:
+                interrupts.then(lambda: None, "interrupted: the job has ended, cleaning up")
+        if driver.begun:
             await ledger.finish({"job": plan.job, "wall_seconds": time.monotonic() - started})
+    if failure is not None:
+        seen = f"; what ended before is in {ledger.location}" if driver.begun else ""
+        raise CouldNotRun(f"{failure}{seen}") from failure
+    return interrupts.count > 0
 
 
 @asynccontextmanager
-async def _policies(config: JobConfig, progress: JobProgress) -> AsyncIterator[Mapping[str, Policy]]:
-    """The policies that the job's agents work with, ready to answer; stopped when the block ends."""
+async def _served_policies(config: JobConfig, progress: JobProgress) -> AsyncIterator[dict[str, Policy]]:
+    """The policies that vLLM serves, ready to answer; stopped when the block ends."""
     from rollcage.cluster.policies import replica_policy, start_replicas, stop_replicas
-    from rollcage.rollout.policies.scripted import ScriptedPolicy
 
     policies: dict[str, Policy] = {}
     async with AsyncExitStack() as stack:
         for name, policy in config.used_policies().items():
             if not isinstance(policy, VllmPolicyConfig):
-                try:
-                    policies[name] = ScriptedPolicy(policy.file, name=name)
-                except (ValueError, OSError) as error:
-                    raise InputError(str(error)) from error
                 continue
             started = time.monotonic()
             progress.say(f"starting policy {name}: {policy.model} in {policy.replicas} replica(s) of vLLM")
@@ -150,6 +190,8 @@ async def _policies(config: JobConfig, progress: JobProgress) -> AsyncIterator[M
                 )
             except ValueError as error:
                 raise InputError(f"policies.{name}: {error}") from error
+            except RolloutError as error:
+                raise CouldNotRun(f"policies.{name}: {error}") from error
             progress.say(f"policy {name} is ready after {time.monotonic() - started:.0f} s")
         yield policies
 
@@ -167,20 +209,6 @@ def model_path(model: str) -> str:
         return str(prepare())
     except ModelUnavailable as error:
         raise CouldNotRun(str(error)) from error
-
-
-def _stop_on_interrupt(driver: Any, progress: JobProgress) -> None:
-    loop = asyncio.get_running_loop()
-
-    def interrupted() -> None:
-        if driver.stopped:
-            progress.say("interrupted again: cancelling what runs and cleaning up")
-        else:
-            progress.say("interrupted: no more rollouts; what runs may end (press again to cancel it)")
-        driver.stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
 
 
 def _task_list(plan: JobPlan) -> list[dict[str, str]]:

@@ -26,18 +26,11 @@ def make_plan(config: JobConfig, environ: Mapping[str, str] | None = None) -> Jo
     default) does not have and the job does not `skip_unready`: one message with all of them.
     """
     environ = os.environ if environ is None else environ
-    loaded: list[Task] = []
-    broken: list[BrokenTask] = []
-    for path in locate_tasks(config.tasks):
-        task, problems = check_task(path)
-        if task is not None:
-            loaded.append(task)
-        else:
-            broken.append(_broken(path, problems))
-    tasks = {
-        TaskKey(task.name, task.digest): task
-        for task in _ready(config, name_apart(loaded, Path.cwd()), environ)
-    }
+    checked = [(path, *check_task(path)) for path in locate_tasks(config.tasks)]
+    loaded = name_apart([task for _, task, _ in checked if task is not None], Path.cwd())
+    names = {task.name for task in loaded}
+    broken = [_broken(path, problems, names) for path, task, problems in checked if task is None]
+    tasks = {TaskKey(task.name, task.digest): task for task in _ready(config, loaded, environ)}
     if not tasks and not broken:
         raise InputError("no task is left to run: every one of them needs variables that are not set")
     return JobPlan(
@@ -92,11 +85,21 @@ def host_spec(config: JobConfig, job: str, policies: Mapping[str, Policy]) -> Ho
     )
 
 
-def _broken(path: Path, problems: Sequence[Problem]) -> BrokenTask:
+def _broken(path: Path, problems: Sequence[Problem], names: set[str]) -> BrokenTask:
+    """A task that is called by its directory; by its path where `names`, to which its name is added, has that."""
+    name = path.resolve().name
+    if name in names:
+        here = Path.cwd()
+        name = path.relative_to(here).as_posix() if path.is_relative_to(here) else path.as_posix()
+    names.add(name)
+    try:
+        digest = task_digest(path)
+    except OSError:
+        digest = ""  # a file cannot be read, as the problems say
     malformed = [problem for problem in problems if problem.error_class == "task_malformed"]
     error_class = (malformed or problems)[0].error_class
     evidence = Evidence("\n".join(map(str, problems)), "task files").capped()
-    return BrokenTask(TaskKey(path.resolve().name, task_digest(path)), error_class, evidence)
+    return BrokenTask(TaskKey(name, digest), error_class, evidence)
 
 
 def _ready(config: JobConfig, tasks: Sequence[Task], environ: Mapping[str, str]) -> list[Task]:

@@ -72,6 +72,8 @@ class JobProgress:
             self._console.print(
                 f"{done}/{self._total} rollouts, {self._counts(in_flight, now, markup=False)}",
                 highlight=False,
+                markup=False,
+                soft_wrap=True,
             )
 
     def _counts(self, in_flight: int, now: float, *, markup: bool) -> str:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from rollcage.rollout.outcome import Evidence, VerifierError
+from rollcage.rollout.outcome import Evidence, SandboxError, VerifierError
 from rollcage.rollout.sandbox.base import CommandResult, Sandbox, Shell
 from rollcage.rollout.task import Step, Task, ignore_patterns, resolve_env
 from rollcage.rollout.trajectory import Reward
@@ -56,9 +56,9 @@ OUTPUT_TAIL_BYTES = 4096
 class TestsVerifier:
     """Verifies steps with their own `tests/test.sh`. Holds no state: one serves any number of rollouts.
 
-    `environ` resolves `${VAR}` in the task's verifier env. `timeout_multiplier` stretches every task's limit. `reward_key` chooses the primary reward where
-    reward.json has many keys and none is `reward`. `image_tools`: give the verifier the image's own tools; False
-    for tasks whose point is to replace one of them.
+    `environ` resolves `${VAR}` in the task's verifier env. `reward_key` chooses the primary reward where
+    reward.json has many keys and none is `reward`. `timeout_multiplier` stretches every task's limit.
+    `image_tools`: give the verifier the image's own tools; False for tasks whose point is to replace one.
     """
 
     __test__ = False
@@ -71,14 +71,20 @@ class TestsVerifier:
     async def verify(self, sandbox: Sandbox, task: Task, step: Step) -> Reward:
         """Grade what the agent left in `sandbox`, where its tests are run too.
 
-        Raises `VerifierError`, and `TaskError` for a variable that is not set; lets `SandboxError` through.
+        Raises `VerifierError`, and `TaskError` for a variable that is not set; lets `SandboxError` through, as
+        `agent_killed_sandbox` where no shell starts any more: the agent had one.
         """
         await sandbox.stop_processes()
         tests = _directories(step)
-        options = await distrust(sandbox, step.verifier.user, tests) if self.image_tools else ""
-        reward = await self._graded(sandbox, step, tests, options)
-        if step is not task.steps[-1]:
-            await _emptied(await sandbox.shell(0), (TESTS, LOGS), open_to_all=False)
+        try:
+            options = await distrust(sandbox, step.verifier.user, tests) if self.image_tools else ""
+            reward = await self._graded(sandbox, step, tests, options)
+            if step.name != task.steps[-1].name:
+                await _emptied(await sandbox.shell(0), (TESTS, LOGS), open_to_all=False)
+        except SandboxError as error:
+            if error.error_class != "container_config":
+                raise
+            raise SandboxError("agent_killed_sandbox", error.message, error.evidence) from error
         return reward
 
     async def verify_separate(
@@ -115,18 +121,15 @@ class TestsVerifier:
         planted = await _emptied(root, places, open_to_all=not is_root)
         if tests:
             await _put_tests(sandbox, root, tests, for_root=is_root)
-        result = await shell.run(
-            _command(env),
-            timeout=self.timeout_multiplier * verifier.timeout_sec,
-            output_bytes=2 * OUTPUT_TAIL_BYTES,
-        )
+        limit = self.timeout_multiplier * verifier.timeout_sec
+        result = await shell.run(_command(env), timeout=limit, output_bytes=2 * OUTPUT_TAIL_BYTES)
         await sandbox.stop_processes()
         if result.timed_out or result.exit_code is None:
             tail = await _output_tail(await sandbox.shell(verifier.user))
         else:
             tail = _text(result.stdout)
         if result.timed_out:
-            message = f"the verifier did not end within its {verifier.timeout_sec:g} s"
+            message = f"the verifier did not end within its {limit:g} s"
             raise VerifierError("verifier_timeout", message, _evidence(message, result, tail))
         try:
             txt, json = await asyncio.gather(

@@ -9,6 +9,7 @@ memory of a process that is older than the agent. `become` replaces it by the ag
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ _SUPERVISOR = "rollcage 0"
 _MARKS = 1 << 40
 """Commands are numbered from here, as a soft limit in KiB on the resident set: far above any memory, because
 GNU sort, for one, looks at it."""
+_STATEMENT = re.compile(rb"ready \d+ (bash|sh)|ended \d+ \d+ \d+ [01]|interrupted|oom \d+")
 _STAND_INS = tuple(bytes([byte]) for byte in (*range(0x1E, 0x0D, -1), *range(8, 1, -1)))
 
 
@@ -211,17 +213,17 @@ class Link:
             scanner.feed(data)
 
     def _hear(self, stream: int, word: bytes, rest: bytes) -> None:
+        # An agent can learn a command's word, and says with it what it likes.
         command = self.command
-        if word != self._key:
-            if command is not None and word == command.word:
-                command.exit_code = int(rest)
-                self._complete(command, stream)
-        else:
+        if word == self._key and _STATEMENT.fullmatch(rest):
             kind, *values = rest.decode().split()
             if kind == "ended":
                 self._hear_end(command, stream, *map(int, values))
             elif stream == STDOUT:
                 self._hear_word(kind, values)
+        elif command is not None and word == command.word and rest.isdigit():
+            command.exit_code = int(rest)
+            self._complete(command, stream)
         self._wake()
 
     def _hear_end(

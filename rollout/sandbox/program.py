@@ -107,7 +107,9 @@ class _Program:
             self._scanners[stream].feed(data)
 
     def _hear(self, stream: int, _word: bytes, rest: bytes) -> None:
-        kind, value = rest.split()
+        kind, _, value = rest.partition(b" ")
+        if not value.isdigit():
+            return
         if kind == b"pid":
             self.pid = int(value)
             return

@@ -10,7 +10,8 @@ exec 8>&1 9>&2
 set --
 rc_nonce='' rc_busy='' rc_signal='' rc_line='' rc_newline='
 '
-# Each of its jobs is a process group of its own, as in a terminal: `kill 0` in a script ends that script.
+# As in a terminal, each of its jobs is a process group of its own: `kill 0` in a script ends that script. bash
+# takes a foreground job's death of SIGINT for its own, then; the shell is replaced.
 case ${BASH_VERSION-} in ?*) set -m ;; esac
 
 rc_return() { return "$rc_code"; }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcage.rollout.outcome import TaskError, VerifierError
+from rollcage.rollout.outcome import SandboxError, TaskError, VerifierError
 from rollcage.rollout.sandbox.base import Sandbox
 from rollcage.rollout.task import Artifact, Task
 from rollcage.rollout.trajectory import Reward
@@ -115,6 +115,16 @@ async def test_a_script_that_is_not_there_is_a_crash(sandbox: Sandbox, make_task
 async def test_a_script_that_is_killed_is_a_crash(sandbox: Sandbox, make_task: MakeTask) -> None:
     error = await refused(sandbox, make_task("kill -9 $$"), "verifier_crash")
     assert "signal 9" in str(error)
+
+
+async def test_an_agent_that_deleted_the_system_has_killed_its_sandbox(
+    sandbox: Sandbox, make_task: MakeTask
+) -> None:
+    shell = await sandbox.shell("root")
+    await shell.run("rm -rf /usr /bin /lib /lib64 /etc /app 2>/dev/null", timeout=30)
+    with pytest.raises(SandboxError) as caught:
+        await verify(sandbox, make_task())
+    assert caught.value.error_class == "agent_killed_sandbox"
 
 
 async def test_files_that_harborignore_names_are_not_sent(sandbox: Sandbox, make_task: MakeTask) -> None:

@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM: the first one calls off what runs, the next ones hurry it, and all of them clean up.
+
+Ray's own processes do not see a terminal's Ctrl-C, so hosts and policies are there for the cleaning up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Inside the block a signal cancels the block's task, or does what `then` says. Enter it in a coroutine, and
+    after Ray has started, which takes SIGTERM for itself. `count` is how many signals came."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.count = 0
+        self._say = say
+        self.then(task.cancel, "interrupted: cleaning up")
+
+    def then(self, call_off: Callable[[], object], first: str) -> None:
+        """From now on a signal calls `call_off` instead; the first one says `first`."""
+        self._call_off, self._first = call_off, first
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupted)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _interrupted(self) -> None:
+        self.count += 1
+        self._say(
+            self._first if self.count == 1 else "interrupted again: cancelling what runs and cleaning up"
+        )
+        self._call_off()

@@ -80,5 +80,5 @@ async def collect_garbage(
         finally:
             engine.close()
     except SandboxError as error:
-        raise CouldNotRun(str(error)) from error
+        raise CouldNotRun.because(error) from error
     return asdict(reaped)

@@ -59,7 +59,7 @@ def try_task(
     try:
         return asyncio.run(_try(config, plan, sample, keep, console))
     except RolloutError as error:
-        raise CouldNotRun(str(error)) from error
+        raise CouldNotRun.because(error) from error
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 

@@ -154,8 +154,7 @@ async def _run(
         if driver.begun:
             await ledger.finish({"job": plan.job, "wall_seconds": time.monotonic() - started})
     if failure is not None:
-        seen = f"; what ended before is in {ledger.location}" if driver.begun else ""
-        raise CouldNotRun(f"{failure}{seen}") from failure
+        raise CouldNotRun.because(failure) from failure
     return interrupts.count > 0
 
 
@@ -191,7 +190,7 @@ async def _served_policies(config: JobConfig, progress: JobProgress) -> AsyncIte
             except ValueError as error:
                 raise InputError(f"policies.{name}: {error}") from error
             except RolloutError as error:
-                raise CouldNotRun(f"policies.{name}: {error}") from error
+                raise CouldNotRun.because(error) from error
             progress.say(f"policy {name} is ready after {time.monotonic() - started:.0f} s")
         yield policies
 

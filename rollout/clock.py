@@ -46,19 +46,20 @@ class AgentClock:
             self._moved.set()
 
     def charge(self, seconds: float) -> None:
-        """Charge the agent for seconds during which the clock was held (generation is its own thinking)."""
-        self._charged += max(0.0, seconds)
+        """Charge the agent for seconds during which the clock was held (generation is its own thinking): at most
+        for all of them."""
+        self._charged = min(self._charged + max(0.0, seconds), self._held_now())
         self._moved.set()
 
     @property
     def infra_seconds(self) -> float:
         """Seconds lost to infra so far."""
-        return max(0.0, self._held_now() - self._charged)
+        return self._held_now() - self._charged
 
     @property
     def used(self) -> float:
         """Seconds charged to the agent."""
-        return max(0.0, self._now() - self._started - self.infra_seconds)
+        return self._now() - self._started - self.infra_seconds
 
     @property
     def remaining(self) -> float:

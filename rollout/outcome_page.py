@@ -8,12 +8,14 @@ _INTRODUCTION = """# Outcomes
 
 *Made from `rollout/outcome.py` by `python -m rollcage.rollout.outcome_page`; do not edit.*
 
-Every attempt ends in exactly one record, every rollout in exactly one outcome: `passed`, `failed`, `invalid` (no attempt
-gave a reward that counts) or `cancelled`. An attempt that did not simply pass or fail has one of these error classes.
+Every attempt ends in exactly one record, every rollout in exactly one outcome: `passed`, `failed`, `invalid` (no
+attempt gave a reward that counts) or `cancelled`. An attempt that did not simply pass or fail has one of these error
+classes.
 
-- Who said it decides, never what a sandbox printed: classes come from exception types, status codes and error messages of
-  the Engine's API, and container state.
-- An agent that met a limit is graded all the same: its rollout is `passed` or `failed`, with the class beside it.
+- Who said it decides, never what a sandbox printed: classes come from exception types, status codes and error
+  messages of the Engine's API, and container state.
+- An agent that met a limit is graded all the same: its rollout is `passed` or `failed`, with the class beside it. One
+  that left nothing to grade (a sandbox in which no shell starts) has failed.
 - Unknown is `internal_error` with no reward, never a 0.
 - The first fault names the attempt; a later one, in teardown for instance, is added to its evidence.
 - A quarantined task gets no further attempt in the job; its rollouts that wait end `invalid` with the class.

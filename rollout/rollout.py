@@ -8,7 +8,7 @@ Invariants:
 - Whatever was acquired is released on every path, also when cancelled, and in a task that a second
   cancellation does not reach.
 - The first fault names the attempt. Later ones, of teardown for instance, are added to its evidence.
-- An agent that met a limit is graded all the same.
+- An agent that met a limit is graded all the same; one that left nothing to grade has failed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from rollcage.rollout.outcome import (
     Outcome,
     RolloutError,
     Stage,
-    TaskError,
 )
 from rollcage.rollout.policies.base import Policy, PolicySession, Sampling
+from rollcage.rollout.ready import overspent, prepare_step, wait_until_healthy
 from rollcage.rollout.sandbox.base import Sandbox
 from rollcage.rollout.sandbox.pool import SandboxPool
-from rollcage.rollout.task import Healthcheck, Step, Task
+from rollcage.rollout.task import Step, Task
 from rollcage.rollout.trajectory import Attempt, Phase, Reward, Trajectory
-
-_SETUP = "command -v bash >/dev/null && exec bash setup.sh; exec sh setup.sh"
 
 TEARDOWN_SEC = 120.0
 """A container whose removal takes longer is left to the reaper."""
@@ -153,8 +151,7 @@ async def run_attempt(
         try:
             await asyncio.shield(teardown)
         except asyncio.CancelledError:
-            if run.attempt.error_class is None:
-                _end_with(run, Cancelled())
+            continue  # how the attempt ended is known; what it holds must be released all the same
     run.attempt.ended_at = time.time()
     return run.attempt
 
@@ -174,9 +171,11 @@ async def _run(
         image = await pool.image(task.environment, task.name)
     with run.phase(Phase.START, Stage.START):
         emit(f"sandbox of {image.reference}")
-        sandbox = await pool.acquire(image, task.environment, attempt_id=spec.attempt_id)
+        sandbox = await pool.acquire(
+            image, task.environment, attempt_id=spec.attempt_id, least_sec=_least_seconds(spec)
+        )
         run.sandboxes.append(sandbox)
-        await _healthy(sandbox, task.environment.healthcheck)
+        await wait_until_healthy(sandbox, task.environment.healthcheck)
     if agent.needs_policy:
         if policy is None:
             raise ValueError(f"the agent {spec.agent!r} needs a policy and the job gives it none")
@@ -186,7 +185,7 @@ async def _run(
     stopped: AgentStopped | RolloutError | None = None
     for step in task.steps:
         with run.phase(Phase.START, Stage.START):
-            await _prepare_step(sandbox, task, step)
+            await prepare_step(sandbox, task, step)
         with run.phase(Phase.AGENT, Stage.AGENT):
             emit(f"agent {spec.agent}" + (f", step {step.name}" if len(task.steps) > 1 else ""))
             ended = await _agent_phase(run, spec, agent, sandbox, step, pool.settings.environ, emit)
@@ -206,53 +205,6 @@ async def _run(
         attempt.error_class = stopped.error_class
         attempt.stage = Stage.AGENT
         attempt.evidence = stopped.evidence.capped()
-
-
-async def _healthy(sandbox: Sandbox, check: Healthcheck | None) -> None:
-    """Wait until the healthcheck passes, in Docker's own terms: failures inside the start period do not
-    count, then `retries` in a row are one too many. Raises `TaskError` (`healthcheck`).
-    https://docs.docker.com/reference/dockerfile/#healthcheck"""
-    if check is None:
-        return
-    started = time.monotonic()
-    failures = 0
-    while True:
-        result = await sandbox.exec(["/bin/sh", "-c", check.command], timeout=check.timeout_sec)
-        if result.exit_code == 0:
-            return
-        starting = time.monotonic() - started < check.start_period_sec
-        failures += 0 if starting else 1
-        if failures >= check.retries:
-            said = f"the healthcheck failed {failures} times in a row: {check.command}"
-            evidence = Evidence(
-                message=said,
-                said_by="task files",
-                exit_code=result.exit_code,
-                log_tail=result.text[-2000:],
-            )
-            raise TaskError("healthcheck", said, evidence)
-        await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
-
-
-async def _prepare_step(sandbox: Sandbox, task: Task, step: Step) -> None:
-    """Put the step's own files into the workdir and run its `setup.sh` as the agent's user, as Harbor does."""
-    if step.workdir is not None:
-        workdir = sandbox.spec.workdir or "/"
-        await sandbox.upload(step.workdir, workdir)
-        if (step.workdir / "setup.sh").is_file():
-            result = await sandbox.exec(
-                ["/bin/sh", "-c", _SETUP],
-                user=step.agent_user,
-                workdir=workdir,
-                timeout=task.environment.build_timeout_sec,
-            )
-            if result.exit_code != 0:
-                said = f"setup.sh of step {step.name} ended with status {result.exit_code}"
-                evidence = Evidence(
-                    said, "task files", exit_code=result.exit_code, log_tail=result.text[-2000:]
-                )
-                raise TaskError("container_config", said, evidence)
-    await _healthy(sandbox, step.healthcheck)
 
 
 async def _agent_phase(
@@ -295,7 +247,7 @@ async def _agent_phase(
         run.attempt.infra_seconds += clock.infra_seconds
         if run.session is not None:
             trajectory.segments = run.session.segments
-    return await _ran_out_of_memory(sandbox, trajectory)
+    return await overspent(sandbox) if _was_killed(trajectory) else None
 
 
 async def _within(clock: AgentClock, work: Any) -> None:
@@ -318,17 +270,16 @@ async def _within(clock: AgentClock, work: Any) -> None:
     raise AgentStopped("agent_timeout", message)
 
 
-async def _ran_out_of_memory(sandbox: Sandbox, trajectory: Trajectory) -> RolloutError | None:
-    """`agent_oom` where a command died of SIGKILL and the engine says that the kernel's memory limit did it."""
-    killed = any(command.exit_code in (None, 137) for turn in trajectory.turns for command in turn.commands)
-    if not killed:
-        return None
-    state = await sandbox.state()
-    if not state.oom_killed:
-        return None
-    message = f"processes of the agent went past the memory limit of {sandbox.spec.memory_mb} MiB"
-    evidence = Evidence(message, "container state", exit_code=state.exit_code, oom_killed=True)
-    return AgentStopped("agent_oom", message, evidence)
+def _least_seconds(spec: AttemptSpec) -> float:
+    """How long the sandbox must live: twice all time limits of the task, for waits are not in them."""
+    limits = [spec.agent_timeout_sec or step.agent_timeout_sec or 0.0 for step in spec.task.steps]
+    verifiers = [step.verifier.timeout_sec for step in spec.task.steps]
+    return 2 * (sum(limits) * spec.agent_timeout_multiplier + sum(verifiers))
+
+
+def _was_killed(trajectory: Trajectory) -> bool:
+    """Whether any command did not end by itself, or by SIGKILL."""
+    return any(command.exit_code in (None, 137) for turn in trajectory.turns for command in turn.commands)
 
 
 async def _verify_phase(
@@ -350,17 +301,22 @@ async def _verify_phase(
 
 
 def _end_with(run: _Run, error: RolloutError) -> None:
-    """End the attempt with its first fault; a later one is evidence."""
+    """End the attempt with its first fault; a later one is evidence. One of the agent's own is graded 0."""
     attempt = run.attempt
     if attempt.error_class is not None and not attempt.reward_valid:
         _add_evidence(attempt, str(error))
         return
-    attempt.outcome = Outcome.CANCELLED if isinstance(error, Cancelled) else Outcome.INVALID
     attempt.error_class = error.error_class
     attempt.stage = run.stage
     attempt.evidence = error.evidence.capped()
     attempt.retry_after_sec = error.retry_after_sec
     attempt.reward = None
+    if BY_NAME[error.error_class].reward_valid:
+        # The agent left nothing that could be verified: a sandbox without a shell, or none at all.
+        attempt.outcome = Outcome.FAILED
+        attempt.reward = Reward(0.0, source=error.error_class)
+    else:
+        attempt.outcome = Outcome.CANCELLED if isinstance(error, Cancelled) else Outcome.INVALID
 
 
 def _add_evidence(attempt: Attempt, text: str) -> None:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from rollcage.rollout.outcome import Evidence, VerifierError
 from rollcage.rollout.sandbox.base import Sandbox, Shell
 from rollcage.verifier.plants import (
     PRELOAD,
     SYSTEM_BIN,
-    Change,
     Plants,
     find_plants,
     plugins_to_switch_off,
@@ -31,28 +29,13 @@ _READ_BYTES = 8192
 _TESTS_BYTES = 4 << 20
 
 
-@runtime_checkable
-class KnowsItsImage(Protocol):
-    """A sandbox that can say what differs from its image, and put the image's files back."""
-
-    async def changes(self) -> Sequence[Change]:
-        """Every path that differs from the image."""
-        ...
-
-    async def restore(self, paths: Sequence[str]) -> None:
-        """Put these files and directories of the image back."""
-        ...
-
-
 async def distrust(sandbox: Sandbox, user: str | int | None, tests: Sequence[Path]) -> str:
     """Undo what the agent planted for the verifier, which runs as `user`. The agent's processes are gone already.
 
     Returns what is to be put into PYTEST_ADDOPTS: pytest plugins that neither the image nor the `tests` brought
-    are switched off. A sandbox that cannot say what changed is left as it is.
+    are switched off.
     Raises `VerifierError` (`reward_tampered`) where something cannot be undone.
     """
-    if not isinstance(sandbox, KnowsItsImage):
-        return ""
     changes = await sandbox.changes()
     if not changes:
         return ""
@@ -73,7 +56,6 @@ async def distrust(sandbox: Sandbox, user: str | int | None, tests: Sequence[Pat
 async def _take_away(sandbox: Sandbox, plants: Plants, tests: Sequence[Path]) -> str:
     if plants == Plants(restore=plants.restore):
         return ""
-    assert isinstance(sandbox, KnowsItsImage)
     root = await sandbox.shell(0)
     startup = dict(plants.startup)
     texts = await _texts(root, [*startup, *plants.plugins])

@@ -19,7 +19,8 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from posixpath import basename, dirname
-from typing import Protocol
+
+from rollcage.rollout.sandbox.base import Change
 
 PRELOAD = "/etc/ld.so.preload"
 
@@ -68,15 +69,6 @@ _HONEST_PTH = (
     re.compile(r"import (__editable___\w+_finder); \1\.install\(\)"),
     re.compile(r"import _virtualenv"),
 )  # fmt: skip
-
-
-class Change(Protocol):
-    """One path that differs from the image. `kind` is added, modified or deleted."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 OUTPUT_BYTES = 1 << 20
 """Bytes kept of one command's stdout and of its stderr: half from the head, half from the tail."""
@@ -56,6 +56,20 @@ class SandboxState:
     exit_code: int | None
     oom_killed: bool
     error: str = ""
+    storage_exceeded: bool = False
+    """Its processes were stopped because it had written more than `spec.storage_mb`."""
+
+
+ChangeKind = Literal["added", "modified", "deleted"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One path that differs from the image. Where a whole directory is gone, only it is listed; a directory is
+    not listed because of what is in it."""
+
+    path: str
+    kind: ChangeKind
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,14 @@ class Sandbox(Protocol):
 
     async def download(self, path: str, target: Path, *, max_bytes: int) -> bool:
         """Copy a file or tree out; False where there is none. Entries that leave `target` are refused."""
+        ...
+
+    async def changes(self) -> Sequence[Change]:
+        """Every path that differs from the image."""
+        ...
+
+    async def restore(self, paths: Sequence[str]) -> None:
+        """Put these files and directories of the image back, over whatever is there."""
         ...
 
     async def state(self) -> SandboxState:

@@ -12,26 +12,16 @@ import os
 import posixpath
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from docker.errors import NotFound
 
+from rollcage.rollout.sandbox.base import Change, ChangeKind
 from rollcage.rollout.sandbox.engine import Engine
 
-Kind = Literal["added", "modified", "deleted"]
-_KINDS: tuple[Kind, Kind, Kind] = ("modified", "added", "deleted")
+_KINDS: tuple[ChangeKind, ChangeKind, ChangeKind] = ("modified", "added", "deleted")
 _OPAQUE = "trusted.overlay.opaque"
-
-
-@dataclass(frozen=True)
-class Change:
-    """One path that differs from the image. Where a whole directory is gone, only it is listed; a directory is
-    not listed because of what is in it."""
-
-    path: str
-    kind: Kind
 
 
 async def changes(engine: Engine, container_id: str) -> list[Change]:

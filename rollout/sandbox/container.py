@@ -14,7 +14,13 @@ from typing import Any
 
 from rollcage.rollout.outcome import Evidence, SandboxError
 from rollcage.rollout.sandbox import changes, files
-from rollcage.rollout.sandbox.base import OUTPUT_BYTES, CommandResult, SandboxSpec, SandboxState
+from rollcage.rollout.sandbox.base import (
+    OUTPUT_BYTES,
+    Change,
+    CommandResult,
+    SandboxSpec,
+    SandboxState,
+)
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.hostconfig import container_config
 from rollcage.rollout.sandbox.link import CLEAR, INTERRUPT, REPORT, Link, LinkClosed, supervisor_argv
@@ -191,12 +197,12 @@ class DockerSandbox:
         """See `Sandbox.download`. Raises `ValueError` for a tree past `max_bytes` or with a refused entry."""
         return await files.download(self._engine, self.id, path, target, max_bytes)
 
-    async def changes(self) -> list[changes.Change]:
-        """Every path that differs from the image."""
+    async def changes(self) -> list[Change]:
+        """See `Sandbox.changes`."""
         return await changes.changes(self._engine, self.id)
 
     async def restore(self, paths: Sequence[str]) -> None:
-        """Put these files and directories of the image back, over whatever is there."""
+        """See `Sandbox.restore`."""
         await changes.restore(self._engine, self.id, self.spec.image, paths)
 
     async def state(self) -> SandboxState:
@@ -212,6 +218,7 @@ class DockerSandbox:
             exit_code=None if found["Running"] else found["ExitCode"],
             oom_killed=bool(found["OOMKilled"]) or self.oom_kills > 0,
             error=found.get("Error") or "",
+            storage_exceeded=self.storage_exceeded,
         )
 
     async def remove(self) -> None:
@@ -359,5 +366,7 @@ def _death(state: dict[str, Any] | None, *, ready: bool) -> SandboxError:
     if code in (137, 143, 255) or state.get("Error"):
         return SandboxError("container_lost", "the container was killed from outside", evidence)
     if code == 124:
-        return SandboxError("agent_killed_sandbox", "the sandbox reached its deadline", evidence)
+        return SandboxError(
+            "container_lost", "the sandbox reached its deadline (sandbox.deadline_sec)", evidence
+        )
     return SandboxError("agent_killed_sandbox", f"PID 1 was made to end with status {code}", evidence)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
@@ -181,7 +183,10 @@ class Link:
         return b"".join(scanner.sink.bytes() for scanner in self._scanners.values())
 
     async def close(self) -> None:
-        """Let go of the stream."""
+        """Let go of the stream: also where others hold a copy of its socket, as docker-py does for a while."""
+        if not self.closed:
+            with suppress(OSError):
+                self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self._writer.close()
         self._reading.cancel()
         await asyncio.wait([self._reading])

@@ -65,11 +65,14 @@ class SandboxPool:
         attempt_id: str,
         role: str = "main",
         network_mode: str | None = None,
+        least_sec: float = 0.0,
     ) -> Sandbox:
-        """A running sandbox of `image`. Waits for a network lease. Raises `SandboxError` or `TaskError`."""
+        """A running sandbox of `image`, that lives for the deadline of the settings and for `least_sec` at least.
+        Waits for a network lease. Raises `SandboxError` or `TaskError`."""
         lease = await self.networks.lease(network_mode or environment.network_mode)
         try:
-            spec = self._spec(image, environment, attempt_id, role, lease.name)
+            deadline_sec = max(self.settings.deadline_sec, least_sec)
+            spec = self._spec(image, environment, attempt_id, role, lease.name, deadline_sec)
             sandbox = await start_sandbox(self.engine, spec, image_user=image.user)
         except BaseException:
             self.networks.release(lease)
@@ -95,7 +98,13 @@ class SandboxPool:
         return await reap(self.engine, host=self.host, job=None, now=time.time())
 
     def _spec(
-        self, image: BuiltImage, environment: Environment, attempt_id: str, role: str, network: str
+        self,
+        image: BuiltImage,
+        environment: Environment,
+        attempt_id: str,
+        role: str,
+        network: str,
+        deadline_sec: float,
     ) -> SandboxSpec:
         settings = self.settings
         return SandboxSpec(
@@ -108,12 +117,12 @@ class SandboxPool:
             memory_mb=environment.memory_mb or settings.memory_mb,
             storage_mb=environment.storage_mb or settings.storage_mb,
             pids=settings.pids,
-            deadline_sec=settings.deadline_sec,
+            deadline_sec=deadline_sec,
             runtime=settings.runtime,
             labels={
                 "rollcage.job": self.job,
                 "rollcage.host": self.host,
                 "rollcage.rollout": attempt_id,
-                "rollcage.deadline": str(int(time.time() + settings.deadline_sec)),
+                "rollcage.deadline": str(int(time.time() + deadline_sec)),
             },
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -91,24 +93,43 @@ def _errors(summary: dict[str, Any]) -> Table:
 
 
 def _tasks(summary: dict[str, Any]) -> Table:
-    """Tasks in trouble first, and no more than fit on a few screens."""
-    outcomes = _shown_outcomes(summary)
-    table = _table("Tasks", "task", "agent", *(f">{outcome}" for outcome in outcomes), ">pass rate", "errors")
-    ranked = sorted(summary["tasks"], key=lambda entry: -entry["invalid"])
-    for entry in ranked[:TASKS]:
-        errors = [f"{count} {name}" for name, count in entry["error_classes"].items()]
-        if entry["quarantined"]:
-            errors.insert(0, "quarantined:")
+    """A row a task with passed/valid of each agent; tasks in trouble first, and no more than fit on a few screens."""
+    agents = list(summary["by_agent"])
+    with_invalid = [">invalid"] if summary["invalid"] else []
+    table = _table(
+        "Tasks: passed of valid", "task", *(f">{agent}" for agent in agents), *with_invalid, "errors"
+    )
+    by_task: dict[str, dict[str, dict[str, Any]]] = {}
+    for entry in summary["tasks"]:
+        by_task.setdefault(entry["task"], {})[entry["agent"]] = entry
+    ranked = sorted(by_task.items(), key=lambda item: -sum(entry["invalid"] for entry in item[1].values()))
+    for task, entries in ranked[:TASKS]:
+        invalid = sum(entry["invalid"] for entry in entries.values())
         table.add_row(
-            Text(entry["task"], overflow="fold"),
-            Text(entry["agent"], overflow="fold"),
-            *(_count(entry[outcome], _COLOURS[outcome]) for outcome in outcomes),
-            _percent(entry["pass_rate"]),
-            Text("\n".join(errors), style="red" if entry["invalid"] else "", overflow="fold"),
+            Text(task, overflow="fold"),
+            *(_passed_of_valid(entries.get(agent)) for agent in agents),
+            *([_count(invalid, "red")] if with_invalid else []),
+            Text("\n".join(_task_errors(entries.values())), style="red" if invalid else "", overflow="fold"),
         )
     if hidden := ranked[TASKS:]:
         table.caption = f"and {len(hidden)} more; --json has them all"
     return table
+
+
+def _passed_of_valid(entry: dict[str, Any] | None) -> Text:
+    if entry is None or entry["pass_rate"] is None:
+        return Text("-", style="dim")
+    valid = entry["passed"] + entry["failed"]
+    return Text(f"{entry['passed']}/{valid}", style="green" if entry["passed"] else "yellow")
+
+
+def _task_errors(entries: Iterable[dict[str, Any]]) -> list[str]:
+    counts: Counter[str] = Counter()
+    quarantined = False
+    for entry in entries:
+        counts.update(entry["error_classes"])
+        quarantined |= bool(entry["quarantined"])
+    return ["quarantined:"] * quarantined + [f"{count} {name}" for name, count in counts.items()]
 
 
 def _phases(summary: dict[str, Any]) -> Table:

@@ -122,9 +122,9 @@ class DockerShell:
     async def _prepare(self, link: Link) -> None:
         """Make the link's shell this one's: alive, idle, with the environment."""
         try:
-            if link.command is not None:
+            if link.command is not None and not link.command.done:
                 await self._stop(link, link.command)
-                link.command = None
+            link.command = None
             if link.plain:
                 await link.become_shell()
             if link.owner is self and not self._stale_env:

@@ -42,8 +42,9 @@ rc_tick() {
   [ -n "$rc_deadline" ] && [ -z "$rc_clearing" ] || return 0
   read -r rc_now rc_rest </proc/uptime
   rc_left=$((rc_deadline - ${rc_now%%.*}))
-  [ "$rc_left" -gt 0 ] || exit 124
-  kill -0 "$rc_timer" && return 0
+  # In a trap, bash forgets the status of its own exit.
+  [ "$rc_left" -gt 0 ] || exec sh -c 'exit 124'
+  rc_look "$rc_timer" && case $rc_state in Z | X) ;; *) return 0 ;; esac
   command eval 'sleep "$rc_left" 7<&- 8>&- 9>&- & rc_timer=$!'
 }
 
@@ -151,6 +152,7 @@ while :; do
   rc_status=$?
   # A trap ends a wait early, and so does a stopped shell under job control.
   while [ "$rc_status" -ne 127 ] && kill -0 "$rc_shell"; do
+    rc_tick
     kill -CONT "$rc_shell"
     wait "$rc_shell"
     rc_status=$?

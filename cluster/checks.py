@@ -10,7 +10,7 @@ from typing import Any
 
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.rollout.outcome import SandboxError
-from rollcage.rollout.task import check_task, find_tasks
+from rollcage.rollout.task import Problem, check_task, find_tasks
 
 
 def locate_tasks(paths: Sequence[str], base: Path | None = None) -> list[Path]:
@@ -38,8 +38,9 @@ def check_tasks(paths: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def import_tasks(source: Path, target: Path, *, overwrite: bool) -> list[dict[str, Any]]:
-    """Import one Terminal-Bench task, or each one in a directory of them, into `target/<name>`."""
-    from rollcage.rollout.terminal_bench import import_terminal_bench
+    """Import one Terminal-Bench task, or each one in a directory of them, into `target/<name>`. One that cannot be
+    imported (`written` is false) does not stop the others."""
+    from rollcage.rollout.terminal_bench import ImportReport, import_terminal_bench
 
     if not source.is_dir():
         raise InputError(f"{source} is not a directory: give a Terminal-Bench task, or a directory of them")
@@ -50,15 +51,23 @@ def import_tasks(source: Path, target: Path, *, overwrite: bool) -> list[dict[st
         raise InputError(f"{source} holds no Terminal-Bench task: none has a task.yaml")
     reports = []
     for one in sources:
+        # Resolved, so that the one task `.` has a name.
+        to = target / one.resolve().name
         try:
-            report = import_terminal_bench(one, target / one.name, overwrite=overwrite)
-        except FileExistsError as error:
-            raise InputError(f"{error}: name another directory, or pass --overwrite") from error
+            report = import_terminal_bench(one, to, overwrite=overwrite)
+        except FileExistsError:
+            remedy = "name another directory, or pass --overwrite, which replaces a task"
+            report = ImportReport(one, to, False, (Problem(str(to), None, "exists already", remedy),))
+        except OSError as error:
+            said = Problem(str(error.filename or one), None, f"{error.strerror}", "mend this")
+            report = ImportReport(one, to, False, (said,))
         reports.append(
             {
                 "source": str(one),
-                "target": str(report.target) if report.target else None,
-                "problems": [str(problem) for problem in report.problems],
+                "target": str(to),
+                "written": report.written,
+                "problems": [asdict(problem) for problem in report.problems],
+                "notes": list(report.notes),
             }
         )
     return reports

@@ -164,14 +164,7 @@ def tasks_check(
         _print_json({"tasks": checked, "checked": len(checked), "with_problems": len(bad)})
     else:
         for task in bad:
-            for problem in task["problems"]:
-                place = problem["file"] + (f":{problem['line']}" if problem["line"] else "")
-                out.print(
-                    f"[red]{problem['error_class']}[/] {escape(place)}: {escape(problem['message'])} "
-                    f"[dim]({escape(problem['remedy'])})[/]",
-                    soft_wrap=True,
-                    highlight=False,
-                )
+            _print_problems(task["problems"])
         out.print(f"{len(checked)} tasks checked, {len(bad)} with problems")
     raise typer.Exit(Exit.BAD_INPUT if bad else Exit.DONE)
 
@@ -183,7 +176,7 @@ def tasks_import(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace tasks that are there.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write Harbor tasks from old Terminal-Bench tasks."""
+    """Write Harbor tasks from old Terminal-Bench tasks, and report as `tasks check` does."""
     from rollcage.cluster.checks import import_tasks
 
     reports = import_tasks(source, target, overwrite=overwrite)
@@ -191,12 +184,12 @@ def tasks_import(
         _print_json({"tasks": reports})
     else:
         for report in reports:
-            mark = "[red]not imported[/]" if report["target"] is None else "imported"
-            out.print(
-                f"{mark} {escape(report['source'])} -> {escape(str(report['target']))}", highlight=False
-            )
-            for problem in report["problems"]:
-                out.print(f"  {escape(problem)}", highlight=False)
+            mark = "imported" if report["written"] else "[red]not imported[/]"
+            said = f"{mark} {escape(report['source'])} -> {escape(report['target'])}"
+            out.print(said, highlight=False, soft_wrap=True)
+            _print_problems(report["problems"])
+            for note in report["notes"]:
+                out.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
     raise typer.Exit(Exit.BAD_INPUT if any(report["problems"] for report in reports) else Exit.DONE)
 
 
@@ -282,6 +275,17 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         status = Exit.INTERRUPTED
     sys.exit(status or 0)
+
+
+def _print_problems(problems: list[dict[str, Any]]) -> None:
+    for problem in problems:
+        place = problem["file"] + (f":{problem['line']}" if problem["line"] else "")
+        out.print(
+            f"[red]{problem['error_class']}[/] {escape(place)}: {escape(problem['message'])} "
+            f"[dim]({escape(problem['remedy'])})[/]",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _print_json(value: Any) -> None:

@@ -95,6 +95,6 @@ class JobPlan:
         seed."""
         if agent.sampling.seed is not None:
             return agent.sampling
-        name = f"{self.seed}/{agent.label}/{key.task_digest}/{key.sample}"
+        name = f"{self.seed}/{agent.label}/{key.task}/{key.task_digest}/{key.sample}"
         seed = int.from_bytes(blake2b(name.encode(), digest_size=4).digest()) >> 1
         return replace(agent.sampling, seed=seed)

@@ -1,12 +1,12 @@
-"""Making a sandbox ready for the agent: the task's healthcheck, and a step's own files and set-up."""
+"""Making a sandbox ready for the agent: the task's healthcheck, a step's own files and set-up, the shell."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from rollcage.rollout.outcome import AgentStopped, Evidence, RolloutError, TaskError
-from rollcage.rollout.sandbox.base import CommandResult, Sandbox
+from rollcage.rollout.outcome import BY_NAME, AgentStopped, Domain, Evidence, SandboxError, TaskError
+from rollcage.rollout.sandbox.base import CommandResult, Sandbox, Shell
 from rollcage.rollout.task import Healthcheck, Step, Task
 
 _SETUP = "command -v bash >/dev/null && exec bash setup.sh; exec sh setup.sh"
@@ -32,18 +32,19 @@ async def wait_until_healthy(sandbox: Sandbox, check: Healthcheck | None) -> Non
         await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
 
 
-async def prepare_step(sandbox: Sandbox, task: Task, step: Step) -> None:
-    """Put the step's own files into the workdir, run its `setup.sh` as the agent's user, as Harbor does, and wait
-    for its healthcheck.
+async def prepare_step(sandbox: Sandbox, task: Task, step: Step) -> Shell:
+    """Put the step's own files into the workdir, run its `setup.sh` as the agent's user, as Harbor does, wait for
+    its healthcheck, and start the agent's shell.
 
-    Raises `TaskError` where the first step does not get ready. A later one does so in what the agent left of
-    the sandbox: that is the agent's (`AgentStopped`, `agent_killed_sandbox`).
+    Where the first step does not get ready, that is the task's (`TaskError`, `SandboxError`). A later one has to in
+    what the agent left of the sandbox: that is the agent's (`AgentStopped`, `agent_killed_sandbox`).
     """
     try:
         await _set_up(sandbox, task, step)
         await wait_until_healthy(sandbox, step.healthcheck)
-    except TaskError as error:
-        if step is task.steps[0]:
+        return await sandbox.shell(step.agent_user)
+    except (TaskError, SandboxError) as error:
+        if step is task.steps[0] or BY_NAME[error.error_class].domain is not Domain.TASK:
             raise
         said = f"step {step.name} does not get ready in what the agent left: {error.message}"
         raise AgentStopped("agent_killed_sandbox", said, error.evidence) from error
@@ -66,20 +67,6 @@ async def _set_up(sandbox: Sandbox, task: Task, step: Step) -> None:
         ended = "did not end in time" if result.timed_out else f"ended with status {result.exit_code}"
         said = f"setup.sh of step {step.name} {ended}"
         raise TaskError("container_config", said, _evidence(said, result))
-
-
-async def overspent(sandbox: Sandbox) -> RolloutError | None:
-    """The agent's own end of its processes, where the engine or the sandbox says so: past the memory limit
-    (`agent_oom`), or past the storage budget (`agent_killed_sandbox`)."""
-    state = await sandbox.state()
-    if state.oom_killed:
-        said = f"processes of the agent went past the memory limit of {sandbox.spec.memory_mb} MiB"
-        evidence = Evidence(said, "container state", exit_code=state.exit_code, oom_killed=True)
-        return AgentStopped("agent_oom", said, evidence)
-    if state.storage_exceeded:
-        said = f"the agent wrote more than its {sandbox.spec.storage_mb} MiB, and its processes were stopped"
-        return AgentStopped("agent_killed_sandbox", said, Evidence(said, "container state"))
-    return None
 
 
 def _evidence(said: str, result: CommandResult) -> Evidence:

@@ -5,9 +5,9 @@
 Invariants:
 
 - `run_attempt` returns exactly one `Attempt`, whatever happens; it raises nothing but what kills the process.
-- Whatever was acquired is released on every path, also when cancelled, and in a task that a second
-  cancellation does not reach.
-- The first fault names the attempt. Later ones, of teardown for instance, are added to its evidence.
+- Whatever was acquired is released on every path. A cancellation reaches the work once and the teardown never,
+  so that a call which has made something is not left before that is known.
+- The first fault names the attempt. Others, of teardown for instance, are added to its evidence.
 - An agent that met a limit is graded all the same; one that left nothing to grade has failed.
 """
 
@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollcage.rollout.agents.base import Agent, AgentContext, load_agent
+from rollcage.rollout.agents.run import run_agent
 from rollcage.rollout.clock import AgentClock
 from rollcage.rollout.outcome import (
     BY_NAME,
@@ -34,8 +35,8 @@ from rollcage.rollout.outcome import (
     Stage,
 )
 from rollcage.rollout.policies.base import Policy, PolicySession, Sampling
-from rollcage.rollout.ready import overspent, prepare_step, wait_until_healthy
-from rollcage.rollout.sandbox.base import Sandbox
+from rollcage.rollout.ready import prepare_step, wait_until_healthy
+from rollcage.rollout.sandbox.base import Sandbox, Shell
 from rollcage.rollout.sandbox.pool import SandboxPool
 from rollcage.rollout.task import Step, Task
 from rollcage.rollout.trajectory import Attempt, Phase, Reward, Trajectory
@@ -88,25 +89,11 @@ class AttemptSpec:
     pass_threshold: float = 1.0
 
 
-@dataclass
-class _Run:
-    """What is known of an attempt while it runs."""
+class _Overruns(NamedTuple):
+    """How often a sandbox's limits had been met at some time."""
 
-    attempt: Attempt
-    stage: Stage = Stage.LOAD
-    sandboxes: list[Sandbox] = field(default_factory=list)
-    session: PolicySession | None = None
-
-    @contextmanager
-    def phase(self, phase: Phase, stage: Stage) -> Iterator[None]:
-        """Time a phase, and name its stage where a fault happens in it."""
-        self.stage = stage
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            spent = self.attempt.phases.get(phase, 0.0)
-            self.attempt.phases[phase] = spent + time.monotonic() - started
+    oom_kills: int
+    storage: bool
 
 
 async def run_attempt(
@@ -122,152 +109,233 @@ async def run_attempt(
 
     `emit` is shown what happens, a line at a time. With `keep` the sandbox is left running for a look.
     """
-    run = _Run(
-        Attempt(
-            attempt_id=spec.attempt_id,
-            job=spec.job,
-            task=spec.task.name,
-            task_digest=spec.task.digest,
-            sample=spec.sample,
-            number=spec.number,
-            agent=spec.agent_label or spec.agent,
-            policy=policy.name if policy is not None else "",
-            host=pool.host,
-            outcome=Outcome.INVALID,
-            started_at=time.time(),
-            trajectory=Trajectory(),
-        )
-    )
-    try:
-        await _run(run, spec, pool, verifier, policy, emit)
-    except RolloutError as error:
-        _end_with(run, error)
-    except asyncio.CancelledError:
-        _end_with(run, Cancelled())
-    except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
-        _end_with(run, _unknown(error))
-    teardown = asyncio.ensure_future(_tear_down(run, pool, keep))
-    while not teardown.done():
-        try:
-            await asyncio.shield(teardown)
-        except asyncio.CancelledError:
-            continue  # how the attempt ended is known; what it holds must be released all the same
-    run.attempt.ended_at = time.time()
-    return run.attempt
-
-
-async def _run(
-    run: _Run,
-    spec: AttemptSpec,
-    pool: SandboxPool,
-    verifier: Verifies,
-    policy: Policy | None,
-    emit: Callable[[str], None],
-) -> None:
-    task, attempt = spec.task, run.attempt
-    agent = load_agent(spec.agent, spec.agent_options)
-    with run.phase(Phase.IMAGE, Stage.BUILD):
-        emit(f"image of {task.name}")
-        image = await pool.image(task.environment, task.name)
-    with run.phase(Phase.START, Stage.START):
-        emit(f"sandbox of {image.reference}")
-        sandbox = await pool.acquire(
-            image, task.environment, attempt_id=spec.attempt_id, least_sec=_least_seconds(spec)
-        )
-        run.sandboxes.append(sandbox)
-        await wait_until_healthy(sandbox, task.environment.healthcheck)
-    if agent.needs_policy:
-        if policy is None:
-            raise ValueError(f"the agent {spec.agent!r} needs a policy and the job gives it none")
-        run.session = policy.session(spec.attempt_id, task=task.name, sample=spec.sample)
-
-    rewards: list[tuple[Step, Reward]] = []
-    stopped: AgentStopped | RolloutError | None = None
-    for step in task.steps:
-        with run.phase(Phase.START, Stage.START):
-            await prepare_step(sandbox, task, step)
-        with run.phase(Phase.AGENT, Stage.AGENT):
-            emit(f"agent {spec.agent}" + (f", step {step.name}" if len(task.steps) > 1 else ""))
-            ended = await _agent_phase(run, spec, agent, sandbox, step, pool.settings.environ, emit)
-            stopped = stopped or ended
-        with run.phase(Phase.VERIFY, Stage.VERIFY):
-            emit("verifier")
-            reward = await _verify_phase(run, spec, pool, verifier, sandbox, step)
-        emit(f"reward {reward.value:g}")
-        rewards.append((step, reward))
-        if not verifier.passed_floor(step, reward):
-            emit(f"below the min_reward of step {step.name}: the later steps are not run")
-            break
-
-    attempt.reward = verifier.combine(task, rewards)
-    attempt.outcome = Outcome.PASSED if attempt.reward.value >= spec.pass_threshold else Outcome.FAILED
-    if stopped is not None:
-        attempt.error_class = stopped.error_class
-        attempt.stage = Stage.AGENT
-        attempt.evidence = stopped.evidence.capped()
-
-
-async def _agent_phase(
-    run: _Run,
-    spec: AttemptSpec,
-    agent: Agent,
-    sandbox: Sandbox,
-    step: Step,
-    environ: Mapping[str, str],
-    emit: Callable[[str], None],
-) -> RolloutError | None:
-    """Let the agent work on one step. Returns what stopped it, where that is the agent's own doing."""
-    trajectory = run.attempt.trajectory
-    assert trajectory is not None
-    limit = spec.agent_timeout_sec if spec.agent_timeout_sec is not None else step.agent_timeout_sec
-    if limit is not None:
-        limit *= spec.agent_timeout_multiplier
-    shell = await sandbox.shell(step.agent_user)
-    clock = AgentClock(limit)
-    context = AgentContext(
-        task=spec.task,
-        step=step,
-        sandbox=sandbox,
-        shell=shell,
-        session=run.session,
-        sampling=spec.sampling,
-        trajectory=trajectory,
-        clock=clock,
-        environ=environ,
+    attempt = Attempt(
+        attempt_id=spec.attempt_id,
+        job=spec.job,
+        task=spec.task.name,
+        task_digest=spec.task.digest,
         sample=spec.sample,
-        emit=emit,
+        number=spec.number,
+        agent=spec.agent_label or spec.agent,
+        policy=policy.name if policy is not None else "",
+        host=pool.host,
+        outcome=Outcome.INVALID,
+        started_at=time.time(),
+        trajectory=Trajectory(),
     )
+    run = _Run(attempt, spec, pool, verifier, policy, emit)
+    work = asyncio.ensure_future(run.to_reward())
+    await _ended(work, cancel=True)
     try:
-        await _within(clock, agent.run(context))
+        run.end(work.result())
     except RolloutError as error:
-        if BY_NAME[error.error_class].domain is not Domain.AGENT:
-            raise
-        return error
-    finally:
-        run.attempt.infra_seconds += clock.infra_seconds
-        if run.session is not None:
-            trajectory.segments = run.session.segments
-    return await overspent(sandbox) if _was_killed(trajectory) else None
+        run.end_with(error)
+    except asyncio.CancelledError:
+        run.end_with(Cancelled())
+    except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
+        run.end_with(_unknown(error))
+    await _ended(asyncio.ensure_future(run.tear_down(keep)), cancel=False)
+    attempt.ended_at = time.time()
+    return attempt
 
 
-async def _within(clock: AgentClock, work: Any) -> None:
-    """Await `work` for as long as the clock allows. Raises `AgentStopped` (`agent_timeout`)."""
-    worker = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(clock.expired())
-    try:
-        await asyncio.wait({worker, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if worker.done():
-            worker.result()
-            return
-    finally:
-        watch.cancel()
-        if not worker.done():
-            worker.cancel()
-            await asyncio.wait({worker})
-    if not worker.cancelled() and (late := worker.exception()) is not None:
-        raise late
-    message = f"the agent's {clock.limit_sec:g} s ran out ({clock.infra_seconds:.1f} s more went to waiting)"
-    raise AgentStopped("agent_timeout", message)
+async def _ended(work: asyncio.Future[Any], *, cancel: bool) -> None:
+    """Wait until `work` is done, whoever cancels the wait. With `cancel` it is told so, once."""
+    while not work.done():
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError:
+            if cancel:
+                work.cancel()
+            cancel = False
+
+
+@dataclass
+class _Run:
+    """One attempt under way: what it was given, and what it holds."""
+
+    attempt: Attempt
+    spec: AttemptSpec
+    pool: SandboxPool
+    verifier: Verifies
+    policy: Policy | None
+    emit: Callable[[str], None]
+    stage: Stage = Stage.LOAD
+    sandboxes: list[Sandbox] = field(default_factory=list)
+    session: PolicySession | None = None
+    stops: list[RolloutError] = field(default_factory=list)
+    """What has stopped the agent by its own doing, in the order in which it happened."""
+
+    @contextmanager
+    def phase(self, phase: Phase, stage: Stage) -> Iterator[None]:
+        """Time a phase, and name its stage where a fault happens in it."""
+        self.stage = stage
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            spent = self.attempt.phases.get(phase, 0.0)
+            self.attempt.phases[phase] = spent + time.monotonic() - started
+
+    async def to_reward(self) -> Reward:
+        """Everything from the image to the reward. What happens on the way is in the attempt at once."""
+        task, spec = self.spec.task, self.spec
+        agent = load_agent(spec.agent, spec.agent_options)
+        if agent.needs_policy and self.policy is None:
+            raise ValueError(f"the agent {spec.agent!r} needs a policy and the job gives it none")
+        with self.phase(Phase.IMAGE, Stage.BUILD):
+            self.emit(f"image of {task.name}")
+            image = await self.pool.image(task.environment, task.name)
+        with self.phase(Phase.START, Stage.START):
+            self.emit(f"sandbox of {image.reference}")
+            sandbox = await self.pool.acquire(
+                image, task.environment, attempt_id=spec.attempt_id, least_sec=_least_seconds(spec)
+            )
+            self.sandboxes.append(sandbox)
+            await wait_until_healthy(sandbox, task.environment.healthcheck)
+        if agent.needs_policy and self.policy is not None:
+            self.session = self.policy.session(spec.attempt_id, task=task.name, sample=spec.sample)
+        rewards: list[tuple[Step, Reward]] = []
+        for step in task.steps:
+            with self.phase(Phase.START, Stage.START):
+                shell = await prepare_step(sandbox, task, step)
+            before = _overruns(sandbox)
+            with self.phase(Phase.AGENT, Stage.AGENT):
+                self.emit(f"agent {spec.agent}" + (f", step {step.name}" if len(task.steps) > 1 else ""))
+                stop = await self._agent(agent, sandbox, shell, step)
+            with self.phase(Phase.VERIFY, Stage.VERIFY):
+                self.emit("verifier")
+                reward = await self._verify(sandbox, step, before, stop)
+            self.emit(f"reward {reward.value:g}")
+            rewards.append((step, reward))
+            if not self.verifier.passed_floor(step, reward):
+                self.emit(f"below the min_reward of step {step.name}: the later steps are not run")
+                break
+        return self.verifier.combine(task, rewards)
+
+    async def _agent(self, agent: Agent, sandbox: Sandbox, shell: Shell, step: Step) -> RolloutError | None:
+        """Let the agent work on one step. Returns what stopped it, where that is the agent's own doing."""
+        trajectory, spec = self.attempt.trajectory, self.spec
+        assert trajectory is not None
+        limit = spec.agent_timeout_sec if spec.agent_timeout_sec is not None else step.agent_timeout_sec
+        clock = AgentClock(None if limit is None else limit * spec.agent_timeout_multiplier)
+        context = AgentContext(
+            task=spec.task,
+            step=step,
+            sandbox=sandbox,
+            shell=shell,
+            session=self.session,
+            sampling=spec.sampling,
+            trajectory=trajectory,
+            clock=clock,
+            environ=self.pool.settings.environ,
+            sample=spec.sample,
+            emit=self.emit,
+        )
+        try:
+            await run_agent(agent, context)
+        except RolloutError as error:
+            if BY_NAME[error.error_class].domain is not Domain.AGENT:
+                raise
+            return error
+        finally:
+            self.attempt.infra_seconds += clock.infra_seconds
+            if self.session is not None:
+                trajectory.segments = self.session.segments
+        return None
+
+    async def _verify(
+        self, sandbox: Sandbox, step: Step, before: _Overruns, stop: RolloutError | None
+    ) -> Reward:
+        """Grade the step. `before` the agent the sandbox had been so, and `stop` has ended the agent."""
+        own, task = step.verifier.environment, self.spec.task
+        if own is None:
+            try:
+                if sandbox.spec.memory_mb is not None:
+                    await (
+                        sandbox.stop_processes()
+                    )  # brings the count of kills; the verifier's own come after it
+            finally:
+                self._charge(sandbox, before, stop)
+            return await self.verifier.verify(sandbox, task, step)
+        try:
+            image = await self.pool.image(own, f"{task.name} (verifier)")
+            verifier_sandbox = await self.pool.acquire(
+                image,
+                own,
+                attempt_id=self.spec.attempt_id,
+                role=f"verifier{len(self.sandboxes)}",
+                network_mode=step.verifier.network_mode,
+                least_sec=2 * step.verifier.timeout_sec,
+            )
+            self.sandboxes.append(verifier_sandbox)
+            await wait_until_healthy(verifier_sandbox, own.healthcheck)
+            return await self.verifier.verify_separate(sandbox, verifier_sandbox, task, step)
+        finally:
+            self._charge(sandbox, before, stop)
+
+    def _charge(self, sandbox: Sandbox, before: _Overruns, stop: RolloutError | None) -> None:
+        """Note what has stopped the agent: its sandbox's limits were met before it ended."""
+        limits, now = sandbox.spec, _overruns(sandbox)
+        if limits.memory_mb is not None and now.oom_kills > before.oom_kills:
+            said = f"processes of the agent went past the memory limit of {limits.memory_mb} MiB"
+            evidence = Evidence(said, "container state", oom_killed=True)
+            self.stops.append(AgentStopped("agent_oom", said, evidence))
+        if now.storage and not before.storage:
+            said = f"the agent wrote more than its {limits.storage_mb} MiB, and its processes were stopped"
+            evidence = Evidence(said, "container state")
+            self.stops.append(AgentStopped("agent_killed_sandbox", said, evidence))
+        if stop is not None:
+            self.stops.append(stop)
+
+    def end(self, reward: Reward) -> None:
+        """End the attempt with a reward that counts; what stopped the agent first is its error class."""
+        self.attempt.reward = reward
+        passed = reward.value >= self.spec.pass_threshold
+        self.attempt.outcome = Outcome.PASSED if passed else Outcome.FAILED
+        if self.stops:
+            self._name(self.stops[0], Stage.AGENT)
+
+    def end_with(self, error: RolloutError) -> None:
+        """End the attempt without the verifier's reward. An error of the agent's own is a valid 0: it left nothing
+        that could be verified."""
+        attempt = self.attempt
+        self._name(error, self.stage)
+        attempt.retry_after_sec = error.retry_after_sec
+        if BY_NAME[error.error_class].reward_valid:
+            attempt.outcome = Outcome.FAILED
+            attempt.reward = Reward(0.0, source=error.error_class)
+        elif isinstance(error, Cancelled):
+            attempt.outcome = Outcome.CANCELLED
+
+    def _name(self, error: RolloutError, stage: Stage) -> None:
+        """`error` names the attempt; whatever else stopped the agent is evidence."""
+        row = BY_NAME[error.error_class]
+        self.attempt.error_class = row.name
+        self.attempt.stage = stage if stage in row.stages else row.stages[0]
+        self.attempt.evidence = error.evidence.capped()
+        for other in self.stops:
+            if other is not error:
+                self._add_evidence(str(other))
+
+    def _add_evidence(self, text: str) -> None:
+        evidence = self.attempt.evidence or Evidence()
+        self.attempt.evidence = replace(evidence, also=(*evidence.also, text)).capped()
+
+    async def tear_down(self, keep: bool) -> None:
+        """Release everything, each within `TEARDOWN_SEC`; what fails is evidence and left to the reaper."""
+        started = time.monotonic()
+        work: list[Awaitable[None]] = [] if self.session is None else [self.session.close()]
+        work += [] if keep else [self.pool.release(sandbox) for sandbox in self.sandboxes]
+        limited = (asyncio.wait_for(one, TEARDOWN_SEC) for one in work)
+        for error in await asyncio.gather(*limited, return_exceptions=True):
+            if error is not None:
+                self._add_evidence(f"teardown: {str(error) or repr(error)}")
+        self.attempt.phases[Phase.TEARDOWN] = time.monotonic() - started
+
+
+def _overruns(sandbox: Sandbox) -> _Overruns:
+    return _Overruns(sandbox.oom_kills, sandbox.storage_exceeded)
 
 
 def _least_seconds(spec: AttemptSpec) -> float:
@@ -277,68 +345,7 @@ def _least_seconds(spec: AttemptSpec) -> float:
     return 2 * (sum(limits) * spec.agent_timeout_multiplier + sum(verifiers))
 
 
-def _was_killed(trajectory: Trajectory) -> bool:
-    """Whether any command did not end by itself, or by SIGKILL."""
-    return any(command.exit_code in (None, 137) for turn in trajectory.turns for command in turn.commands)
-
-
-async def _verify_phase(
-    run: _Run, spec: AttemptSpec, pool: SandboxPool, verifier: Verifies, sandbox: Sandbox, step: Step
-) -> Reward:
-    own = step.verifier.environment
-    if own is None:
-        return await verifier.verify(sandbox, spec.task, step)
-    image = await pool.image(own, f"{spec.task.name} (verifier)")
-    verifier_sandbox = await pool.acquire(
-        image,
-        own,
-        attempt_id=spec.attempt_id,
-        role=f"verifier-{step.name}",
-        network_mode=step.verifier.network_mode,
-    )
-    run.sandboxes.append(verifier_sandbox)
-    return await verifier.verify_separate(sandbox, verifier_sandbox, spec.task, step)
-
-
-def _end_with(run: _Run, error: RolloutError) -> None:
-    """End the attempt with its first fault; a later one is evidence. One of the agent's own is graded 0."""
-    attempt = run.attempt
-    if attempt.error_class is not None and not attempt.reward_valid:
-        _add_evidence(attempt, str(error))
-        return
-    attempt.error_class = error.error_class
-    attempt.stage = run.stage
-    attempt.evidence = error.evidence.capped()
-    attempt.retry_after_sec = error.retry_after_sec
-    attempt.reward = None
-    if BY_NAME[error.error_class].reward_valid:
-        # The agent left nothing that could be verified: a sandbox without a shell, or none at all.
-        attempt.outcome = Outcome.FAILED
-        attempt.reward = Reward(0.0, source=error.error_class)
-    else:
-        attempt.outcome = Outcome.CANCELLED if isinstance(error, Cancelled) else Outcome.INVALID
-
-
-def _add_evidence(attempt: Attempt, text: str) -> None:
-    evidence = attempt.evidence or Evidence()
-    attempt.evidence = replace(evidence, also=(*evidence.also, text)).capped()
-
-
 def _unknown(error: Exception) -> RolloutError:
     tail = "".join(traceback.format_exception(error))[-3000:]
     message = f"{type(error).__name__}: {error}"
     return RolloutError("internal_error", message, Evidence(message, "rollcage", log_tail=tail))
-
-
-async def _tear_down(run: _Run, pool: SandboxPool, keep: bool) -> None:
-    """Release everything, within `TEARDOWN_SEC`; what fails is evidence and left to the reaper."""
-    started = time.monotonic()
-    if run.session is not None:
-        await run.session.close()
-    for sandbox in [] if keep else run.sandboxes:
-        try:
-            async with asyncio.timeout(TEARDOWN_SEC):
-                await pool.release(sandbox)
-        except (RolloutError, TimeoutError) as error:
-            _add_evidence(run.attempt, f"teardown: {error or 'took too long'}")
-    run.attempt.phases[Phase.TEARDOWN] = time.monotonic() - started

@@ -22,7 +22,7 @@ from rollcage.rollout.task_config import (
     read_metadata,
     read_name,
 )
-from rollcage.rollout.task_env import missing_env, resolve_env
+from rollcage.rollout.task_env import missing_env, referenced_env, resolve_env
 from rollcage.rollout.task_files import check_build_context, check_tests, ignore_patterns, read_instruction
 from rollcage.rollout.task_find import find_tasks, name_apart
 from rollcage.rollout.task_model import Artifact, Environment, Healthcheck, Problem, Step, Task, Verifier
@@ -43,6 +43,7 @@ __all__ = [
     "load_task",
     "missing_env",
     "name_apart",
+    "referenced_env",
     "resolve_env",
     "task_digest",
 ]

@@ -31,6 +31,25 @@ def missing_env(task: Task, environ: Mapping[str, str], *, solution: bool = True
     `where` names the table of task.toml, and the key. `solution=False` leaves `[solution].env` out: only the
     oracle runs the solution.
     """
+    return [
+        (variable, f"{table}.{key}")
+        for table, mapping in _tables(task, solution=solution)
+        for key, variable in _missing(mapping, environ).items()
+    ]
+
+
+def referenced_env(task: Task) -> set[str]:
+    """The variables that the task may take from a host, with and without a default."""
+    return {
+        reference[1]
+        for _, mapping in _tables(task, solution=True)
+        for value in mapping.values()
+        if (reference := _REFERENCE.fullmatch(value))
+    }
+
+
+def _tables(task: Task, *, solution: bool) -> list[tuple[str, Mapping[str, str]]]:
+    """The tables of variables, by what they are called in task.toml."""
     tables: list[tuple[str, Mapping[str, str]]] = [("[environment].env", task.environment.env)]
     for step in task.steps:
         place = "[verifier" if len(task.steps) == 1 else f"[steps.{step.name}.verifier"
@@ -40,11 +59,7 @@ def missing_env(task: Task, environ: Mapping[str, str], *, solution: bool = True
             tables.append((f"{place}.environment].env", own.env))
     if solution:
         tables.append(("[solution].env", task.solution_env))
-    return [
-        (variable, f"{table}.{key}")
-        for table, mapping in tables
-        for key, variable in _missing(mapping, environ).items()
-    ]
+    return tables
 
 
 def _missing(mapping: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -121,6 +121,17 @@ class Sandbox(Protocol):
     id: str
     spec: SandboxSpec
 
+    @property
+    def oom_kills(self) -> int:
+        """Processes that were killed for the memory limit, as known since `stop_processes`, or since the end of
+        a shell."""
+        ...
+
+    @property
+    def storage_exceeded(self) -> bool:
+        """True once the processes were stopped because the sandbox had written more than `spec.storage_mb`."""
+        ...
+
     async def shell(self, user: str | int | None = None, env: Mapping[str, str] | None = None) -> Shell:
         """The sandbox's shell for this user, started at the first call. Kept until `stop_processes`."""
         ...

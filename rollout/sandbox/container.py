@@ -55,7 +55,7 @@ async def start_sandbox(engine: Engine, spec: SandboxSpec, *, image_user: str | 
         await engine.call("create a container", create)
         await engine.call("start a container", lambda api: api.start(made[0]))
         link = Link(*await engine.attach(made[0]))
-        await link.supervise(spec.deadline_sec)
+        await link.introduce()
     except LinkClosed:
         await _remove(engine, made[0])
         raise SandboxError("container_start", "the container ended as it was started") from None
@@ -83,7 +83,7 @@ class DockerSandbox:
 
     `oom_kills`: how many processes the kernel has killed for the memory limit, as PID 1 last said (at the end
     of every shell, so also at `stop_processes`). `storage_exceeded`: the processes were stopped because the
-    sandbox had written more than `spec.storage_mb`; `storage_bytes` is the size when last measured.
+    sandbox had written more than `spec.storage_mb`.
     """
 
     def __init__(
@@ -252,14 +252,19 @@ class DockerSandbox:
         """Have PID 1 kill every other process, by a signal of the engine, and wait until they are gone.
         Raises `SandboxError` (`container_lost`) where PID 1 does not answer."""
         clears = self._link.clears
-        try:
-            async with asyncio.timeout(CLEAR_SEC):
-                await self._signal(CLEAR)
-                await self._link.until(lambda: self._link.clears > clears)
-        except TimeoutError:
-            raise SandboxError("container_lost", f"PID 1 did not answer within {CLEAR_SEC:.0f} s") from None
-        except LinkClosed:
-            raise await self._lost() from None
+        started = time.monotonic()
+        while time.monotonic() - started < CLEAR_SEC:
+            # Again, because bash can overlook a signal that comes as it begins to wait.
+            await self._signal(CLEAR)
+            try:
+                async with asyncio.timeout(ANSWER_SEC):
+                    await self._link.until(lambda: self._link.clears > clears)
+                    return
+            except TimeoutError:
+                continue
+            except LinkClosed:
+                raise await self._lost() from None
+        raise SandboxError("container_lost", f"PID 1 did not answer within {CLEAR_SEC:.0f} s")
 
     async def loss(self) -> SandboxError | None:
         """What has become of the container; None where it runs and its stream is there."""
@@ -292,11 +297,11 @@ class DockerSandbox:
     async def _open_user_link(self, who: str) -> Link:
         found = await self._engine.call(
             "create an exec",
-            lambda api: api.exec_create(self.id, supervisor_argv(), stdin=True, user=who),
+            lambda api: api.exec_create(self.id, supervisor_argv(None), stdin=True, user=who),
         )
         link = Link(*await self._engine.exec_stream(found["Id"]))
         try:
-            await link.supervise(None)
+            await link.introduce()
             await link.until(lambda: link.ready)
         except LinkClosed:
             said = link.unread()[-500:].decode("utf-8", "replace").strip()

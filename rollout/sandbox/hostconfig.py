@@ -41,7 +41,7 @@ def container_config(spec: SandboxSpec) -> dict[str, Any]:
     """The body of the engine's container-create request."""
     config: dict[str, Any] = {
         "Image": spec.image,
-        "Entrypoint": supervisor_argv(),
+        "Entrypoint": supervisor_argv(spec.deadline_sec),
         "Cmd": [],
         "User": "0",
         "Env": [f"{name}={value}" for name, value in spec.env.items()],

@@ -25,20 +25,14 @@ INTERRUPT, CLEAR, REPORT = 43, 44, 45
 """Signals that a supervisor has traps for: real-time ones, which no program sends by habit. Sent from inside
 they do no more than an agent could do without them: end its own command, or all its own processes."""
 
-LOADER = """rc_load() {
-until [ "$rc_line" = "$1" ]; do IFS= read -r rc_line || return; done
-rc_text=
-while IFS= read -r rc_line && [ "$rc_line" ]; do rc_text="$rc_text$rc_line
-"; done
-}
-rc_load "$1" && eval "$rc_text\""""
-"""How every shell of ours starts: it passes over what a dead one left unread, then reads its own text."""
-
-_BOOT = 'unset BASH_ENV ENV; command -v bash >/dev/null && exec bash -c "$2" bash "$1"; eval "$2"'
-_BECOME = (
-    'command -v bash >/dev/null && exec bash -c "$rc_loader" bash "{0}"\nexec sh -c "$rc_loader" sh "{0}"'
+_BOOT = (
+    'unset BASH_ENV ENV; export rc_text="$1" rc_loop="$2" rc_seconds="$3"; '
+    "command -v bash >/dev/null && exec bash -c 'eval \"$rc_text\"' bash; "
+    "exec /bin/sh -c 'eval \"$rc_text\"' sh"
 )
-_SUPERVISOR = "rollcage 0"
+"""The scripts come as arguments and become variables, because a shell reads a pipe byte by byte, and because an
+agent that lists processes is to see short lines."""
+
 _MARKS = 1 << 40
 """Commands are numbered from here, as a soft limit in KiB on the resident set: far above any memory, because
 GNU sort, for one, looks at it."""
@@ -46,9 +40,11 @@ _STATEMENT = re.compile(rb"ready \d+ (bash|sh)|ended \d+ \d+ \d+ [01]|interrupte
 _STAND_INS = tuple(bytes([byte]) for byte in (*range(0x1E, 0x0D, -1), *range(8, 1, -1)))
 
 
-def supervisor_argv() -> list[str]:
-    """The program that a link has at its other end, with stdin open and no TTY."""
-    return ["/bin/sh", "-c", _BOOT, "sh", _SUPERVISOR, LOADER]
+def supervisor_argv(seconds: float | None) -> list[str]:
+    """The program that a link has at its other end, with stdin open and no TTY. With `seconds` it is PID 1 and
+    ends by itself after these."""
+    limit = "" if seconds is None else str(max(1, round(seconds)))
+    return ["/bin/sh", "-c", _BOOT, "sh", _script("supervisor.sh"), _script("shell_loop.sh"), limit]
 
 
 def quoted(data: bytes) -> bytes:
@@ -120,19 +116,15 @@ class Link:
         self._writer = writer
         self._reading = asyncio.create_task(self._read(reader))
 
-    async def supervise(self, seconds: float | None) -> None:
-        """Send the supervisor its script; with `seconds` it is PID 1 and ends by itself after these."""
-        limit = "" if seconds is None else str(max(1, round(seconds)))
-        settings = f"rc_key={self._key.decode()}\nrc_seconds={limit}\n"
-        await self._send(f"{_SUPERVISOR}\n{settings}{_script('supervisor.sh')}\n".encode())
+    async def introduce(self) -> None:
+        """Tell the supervisor the secret that it speaks with."""
+        await self._send(self._key + b"\n")
 
     async def become_shell(self) -> None:
         """Have the plain child replace itself with the agent's shell."""
-        sync = f"rollcage {self._number}"
+        block = f"rollcage {self._number}\nrc_become\n\n"
         self.plain = False
         self.owner = None
-        become = _BECOME.format(sync)
-        block = f"{sync}\nrc_loader='{LOADER}'\n{become}\n\n{sync}\n{_script('shell_loop.sh')}\n"
         await self._send(block.encode())
 
     async def put(self, text: str, output_bytes: int = OUTPUT_BYTES) -> Command:
@@ -278,7 +270,7 @@ def _name(stream: int) -> str:
 
 @cache
 def _script(name: str) -> str:
-    """A script of this package without its comments and empty lines, an empty line being the end of a text."""
+    """A script of this package without its comments and empty lines."""
     lines = files(__package__).joinpath(name).read_text(encoding="utf-8").splitlines()
     kept = [line.strip() for line in lines]
     return "".join(f"{line}\n" for line in kept if line and not line.startswith("#"))

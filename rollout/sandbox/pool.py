@@ -5,6 +5,7 @@ The pool is the only maker of sandboxes. What it hands out it knows, so `close` 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,8 +94,10 @@ class SandboxPool:
 
     async def close(self) -> Reaped:
         """End what is being built, and remove whatever this host still has on its engine: containers,
-        networks, unfinished images."""
+        networks, unfinished images. Returns what the pool did not hold any more. Raises `SandboxError`."""
         await self.images.close()
+        held = [self.release(sandbox) for sandbox, _ in list(self._held.values())]
+        await asyncio.gather(*held, return_exceptions=True)  # what could not be removed is tried once more:
         return await reap(self.engine, host=self.host, job=None, now=time.time())
 
     def _spec(

@@ -24,6 +24,8 @@ from rollcage.rollout.sandbox.link import Command, Link, LinkClosed, quoted
 
 GRACE_SEC = 2.0
 """From the first step of stopping a command to the second. The first takes 10 to 50 ms on an idle machine."""
+START_TRIES = 3
+"""What an earlier command left running may end a shell that has just started."""
 STREAM_STDIN_BYTES = 1 << 20
 """A shell reads its stream byte by byte, at about 3 MB a second: more than this goes in as a file."""
 
@@ -121,23 +123,25 @@ class DockerShell:
 
     async def _prepare(self, link: Link) -> None:
         """Make the link's shell this one's: alive, idle, with the environment."""
+        exports = "; ".join(f"export {name}={_word(value)}" for name, value in self._env.items())
         try:
             if link.command is not None and not link.command.done:
                 await self._stop(link, link.command)
             link.command = None
-            if link.plain:
-                await link.become_shell()
-            if link.owner is self and not self._stale_env:
-                return
-            exports = "; ".join(f"export {name}={_word(value)}" for name, value in self._env.items())
-            command = await link.ask(exports or ":")
+            for _ in range(START_TRIES):
+                if link.plain:
+                    await link.become_shell()
+                if link.owner is self and not self._stale_env:
+                    return
+                command = await link.ask(exports or ":")
+                if not command.shell_ended:
+                    self._started = True
+                    self._stale_env = False
+                    link.owner = self
+                    return
         except LinkClosed:
             raise await self._owner.loss() or _no_shell(self._started, "its stream has ended") from None
-        if command.shell_ended:
-            raise await self._owner.loss() or _no_shell(self._started, _text(command))
-        self._started = True
-        self._stale_env = False
-        link.owner = self
+        raise await self._owner.loss() or _no_shell(self._started, _text(command))
 
     async def _stop(self, link: Link, command: Command) -> None:
         """End the command in hand, or the shell with it."""

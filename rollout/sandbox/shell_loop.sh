@@ -1,4 +1,4 @@
-# The shell that runs an agent's commands: bash where the image has it, else sh. The host sends this file.
+# The shell that runs an agent's commands: bash where the image has it, else sh.
 #
 # Each line on stdin is one frame, written by the host: it sets rc_nonce, rc_in (the command's stdin) and
 # rc_command, whose newlines are another byte that rc_join is told. When the command is done, a line of the
@@ -6,6 +6,7 @@
 # in this very shell, and this loop keeps out of what they may do to it: `exec >file`, `set -e`, `set -x`,
 # `break`, functions called like builtins, closed files.
 
+unset rc_text
 exec 8>&1 9>&2
 set --
 rc_nonce='' rc_busy='' rc_signal='' rc_line='' rc_newline='

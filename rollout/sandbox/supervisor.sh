@@ -1,10 +1,12 @@
 # Keeps one shell on one stream. It is PID 1 of a sandbox, and the parent of the shell of any other user.
 #
 # Written for dash, bash and busybox ash alike, with builtins alone: nothing that the image holds, and no
-# limit on processes, can keep it from its work. The host sends this file behind these settings:
+# limit on processes, can keep it from its work. It is given in its environment, out of its children's sight:
 #
-#   rc_key       a secret: what follows it on stdout or stderr is this script's word
+#   rc_loop      the text of shell_loop.sh
 #   rc_seconds   seconds until it ends by itself; empty for another user's shell, which ends with its sandbox
+#
+# and as the first line on stdin a secret: what follows it on stdout or stderr is this script's word.
 #
 # It says, each a line behind the secret:
 #
@@ -13,9 +15,12 @@
 #   interrupted                                 signal 43 is done
 #   oom COUNT                                   the answer to signal 45
 #
-# The child that takes commands is a fork of this process, so that nothing in the image has a say in what it
-# does until the host has it replace itself with the agent's shell.
+# The child that takes blocks of text and evaluates them is a fork of this process, so that nothing in the
+# image has a say in what it does until the host has it replace itself with the agent's shell (rc_become).
 
+IFS= read -r rc_key
+rc_loop_text=$rc_loop rc_limit=$rc_seconds
+unset rc_text rc_loop rc_seconds
 exec 7<&0 8>&1 9>&2 </dev/null >/dev/null 2>&1
 # Job control keeps SIGINT from being ignored in all that the agent starts. dash and ash want a terminal for
 # it, so that in an image without bash SIGINT stays ignored there.
@@ -37,9 +42,10 @@ rc_oom() {
   done
 }
 
-# Ends at the deadline, and has a timer that wakes this process then: whoever kills it, there is a new one.
+# Ends at the deadline, and has a timer that wakes this process then: whoever kills it, there is a new one. It
+# is a trap too, and keeps out of what others are in the middle of.
 rc_tick() {
-  [ -n "$rc_deadline" ] && [ -z "$rc_clearing" ] || return 0
+  [ -n "$rc_deadline" ] && [ -z "$rc_busy" ] || return 0
   read -r rc_now rc_rest </proc/uptime
   rc_left=$((rc_deadline - ${rc_now%%.*}))
   # In a trap, bash forgets the status of its own exit.
@@ -53,27 +59,45 @@ rc_spawn() {
   command eval 'rc_shell_main <&7 >&8 2>&9 7<&- 8>&- 9>&- & rc_shell=$!'
 }
 
-# Whoever goes past the memory limit is killed before PID 1 is.
+# A block is a line with the child's number, text, and an empty line. What a dead child left unread is passed
+# over. Whoever goes past the memory limit is killed before PID 1 is.
 rc_shell_main() {
   trap - CHLD INT 43 44 45
   set +m
   { echo 1000 >/proc/self/oom_score_adj; cd "$rc_home" || cd /; } 2>/dev/null
-  while rc_load "rollcage $rc_number"; do
+  while IFS= read -r rc_line; do
+    [ "$rc_line" = "rollcage $rc_number" ] || continue
+    rc_text=
+    while IFS= read -r rc_line && [ -n "$rc_line" ]; do
+      rc_text="$rc_text$rc_line
+"
+    done
     eval "$rc_text"
   done
   exit 125
 }
 
-# State, parent and session of process $1, and the soft limit of its resident set, to which the shell gives
-# another number for each command (Linux has ignored it since 2.4.30): a command's processes inherit it.
+rc_become() {
+  export rc_text="$rc_loop_text"
+  command -v bash >/dev/null && exec bash -c 'eval "$rc_text"' bash
+  exec sh -c 'eval "$rc_text"' sh
+}
+
+# State, parent and session of process $1.
 rc_look() {
   rc_stat=
   while read -r rc_line; do rc_stat=$rc_stat$rc_line; done <"/proc/$1/stat"
   case $rc_stat in *')'*) ;; *) return 1 ;; esac
-  set -- "$1" ${rc_stat##*)}
-  rc_state=$2 rc_parent=$3 rc_session=$5 rc_mark=
+  set -- ${rc_stat##*)}
+  rc_state=$1 rc_parent=$2 rc_session=$4
+}
+
+# The soft limit of the resident set of process $1. The shell gives it another number for each command, and
+# what the command starts inherits it: Linux has ignored this limit since 2.4.30.
+rc_read_mark() {
+  rc_mark=
   while read -r rc_a rc_b rc_c rc_d rc_rest; do
-    case "$rc_a $rc_b $rc_c" in 'Max resident set') rc_mark=$rc_d ;; esac
+    case "$rc_a $rc_b $rc_c" in 'Max resident set') rc_mark=$rc_d && return ;; esac
   done <"/proc/$1/limits"
 }
 
@@ -82,6 +106,7 @@ rc_look() {
 # left in the background live on. Again until nothing is found, for it may fork meanwhile.
 rc_kill_command() {
   rc_look "$rc_shell" || return 0
+  rc_read_mark "$rc_shell"
   rc_wanted=$rc_mark rc_own=$rc_session
   for rc_round in 1 2 3 4 5 6 7 8 9 10; do
     rc_found=' ' rc_more=1
@@ -95,8 +120,9 @@ rc_kill_command() {
         case $rc_found in
           *" $rc_parent "*) ;;
           *)
-            [ "$rc_mark" = "$rc_wanted" ] || continue
             [ "$rc_parent" = "$rc_shell" ] || [ "$rc_session" = "$rc_own" ] || continue
+            rc_read_mark "$rc_pid"
+            [ "$rc_mark" = "$rc_wanted" ] || continue
             ;;
         esac
         rc_found="$rc_found$rc_pid "
@@ -110,15 +136,18 @@ rc_kill_command() {
 
 # The shell first, so that it drops the rest of the command instead of going on behind what is killed.
 rc_interrupt() {
+  rc_busy=1
   kill -43 "$rc_shell"
   kill -CONT "$rc_shell"
   rc_kill_command
+  rc_busy=''
   rc_say interrupted
+  rc_tick
 }
 
 # The kernel lets nobody fork who has been killed, so that one kill is enough.
 rc_clear() {
-  rc_clearing=1 rc_others=1
+  rc_busy=1 rc_others=1
   kill -KILL -1
   while [ -n "$rc_others" ]; do
     rc_others=
@@ -128,13 +157,13 @@ rc_clear() {
       case $rc_state in Z | X) ;; *) rc_others=1 ;; esac
     done
   done
-  rc_clearing='' rc_cleared=1
+  rc_busy='' rc_cleared=1
 }
 
-rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline='' rc_timer='' rc_clearing='' rc_home=$PWD
-if [ -n "$rc_seconds" ]; then
+rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline='' rc_timer='' rc_busy='' rc_home=$PWD
+if [ -n "$rc_limit" ]; then
   read -r rc_now rc_rest </proc/uptime
-  rc_deadline=$((${rc_now%%.*} + rc_seconds))
+  rc_deadline=$((${rc_now%%.*} + rc_limit))
   trap rc_clear 44
   rc_ends_most=20
 fi

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,10 @@ Answer = str | BaseException | Awaitable[str]
 
 
 @pytest.fixture(autouse=True)
-def short_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A thousandth of the real backoff, and a hang is a failure."""
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousandth of the real backoff."""
     real = retries_module.backoff
     monkeypatch.setattr(retries_module, "backoff", lambda name, retry: real(name, retry) / 1000)
-    yield
 
 
 class World:
@@ -79,6 +78,8 @@ class World:
         return list(self.hosts)
 
     async def replace(self, lost: Any) -> Any:
+        assert not lost.running, "a lost host is drained first"
+        await asyncio.sleep(0.02)  # it takes some time to start one
         if not self.replacements:
             return None
         self.replacements -= 1
@@ -383,13 +384,11 @@ async def test_a_host_lost_among_20_rollouts_is_replaced_and_all_end(tmp_path: P
 
 async def test_the_other_host_takes_over_where_none_can_be_had_in_a_lost_ones_place(tmp_path: Path) -> None:
     world = World(tmp_path, tasks=4, samples=5, hosts=2, concurrency=8)
-    world.attempt = lambda _spec, host: (
-        HostLost("its node is gone") if host.name == "host1" and len(world.asked) > 4 else "passed"
-    )
-    world.build = lambda _task, host: Prepared()
+    world.attempt = lambda _spec, host: HostLost("its node is gone") if host.name == "host1" else "passed"
     ends = await world.drive()
     assert ends.outcomes == {("passed", None): 20}
-    assert "rollcage gc --job job-1" in world.text or not ends.attempt_errors["host_lost"]
+    assert ends.attempt_errors["host_lost"] >= 1
+    assert "no host could be had in the place of host1" in world.text
 
 
 async def test_with_no_host_left_the_rest_is_written_as_cancelled(tmp_path: Path) -> None:
@@ -619,7 +618,7 @@ async def test_one_record_that_cannot_be_written_is_one_bad_rollout(tmp_path: Pa
         if attempt.sample != 2:
             return attempt
         if part == "attempt":
-            return dataclasses.replace(attempt, extra={"what": object()})
+            return dataclasses.replace(attempt, phases={"lunch": 1.0})
         return dataclasses.replace(attempt, trajectory=Trajectory(messages=["no message"]))  # type: ignore[list-item]
 
     run = world.hosts[0].run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollcage.rollout.outcome import TaskError
-from rollcage.rollout.task import load_task, missing_env, resolve_env
+from rollcage.rollout.task import Environment, Task, load_task, missing_env, referenced_env, resolve_env
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,15 @@ def test_a_steps_verifier_is_looked_at_too(tmp_path: Path) -> None:
     steps = {"steps/a/instruction.md": "x", "steps/b/instruction.md": "x"}
     task = load_task(write(tmp_path, {**files, **steps}))
     assert missing_env(task, {}) == [("HOST_X", "[steps.b.verifier].env.X")]
+
+
+def test_a_host_is_given_the_variables_that_a_task_names_and_no_other(tmp_path: Path) -> None:
+    task = Task(
+        "t",
+        tmp_path,
+        "",
+        Environment(None, "image", env={"A": "${KEY}", "B": "plain", "C": "${MODE:-fast}"}),
+        (),
+        solution_env={"D": "${TOKEN}"},
+    )
+    assert referenced_env(task) == {"KEY", "MODE", "TOKEN"}

@@ -148,6 +148,11 @@ class JobConfig(Settings):
     agent_timeout_sec: Seconds | None = Field(default=None, description="In the place of every task's own.")
     agent_timeout_multiplier: Factor = 1.0
     verifier_timeout_multiplier: Factor = 1.0
+    keep_processes: list[str] = Field(
+        default=[],
+        description="Names of tasks, or patterns of names, whose tests grade services that the agent started: "
+        "what it left running is not stopped before the verifier.",
+    )
     retries: dict[str, Annotated[int, Field(ge=0, le=100)]] = Field(
         default={}, description="Retries by error class, in the place of the outcome table's."
     )

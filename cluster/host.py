@@ -84,6 +84,7 @@ class HostSpec:
     policies: Mapping[str, Policy] = field(default_factory=dict)
     reward_key: str | None = None
     verifier_timeout_multiplier: float = 1.0
+    keep_processes: tuple[str, ...] = ()
 
 
 class SandboxHost:
@@ -115,6 +116,7 @@ class SandboxHost:
             environ=spec.sandbox.environ,
             reward_key=spec.reward_key,
             timeout_multiplier=spec.verifier_timeout_multiplier,
+            keep_processes=spec.keep_processes,
         )
         return self.name
 

@@ -82,6 +82,7 @@ def host_spec(config: JobConfig, job: str, policies: Mapping[str, Policy]) -> Ho
         policies,
         reward_key=config.reward_key,
         verifier_timeout_multiplier=config.verifier_timeout_multiplier,
+        keep_processes=tuple(config.keep_processes),
     )
 
 

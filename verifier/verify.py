@@ -2,7 +2,8 @@
 
 What is done for every task, whatever its tests look like:
 
-- The agent's processes are gone before anything else is done, and the verifier's before the reward is read.
+- The agent's processes are gone before anything else is done (but see `keep_processes`), and the verifier's before
+  the reward is read.
 - `/tests` and `/logs/verifier` are removed and made anew, whatever they had become.
 - The script is waited for, not the pipes of its children; its exit code is ignored.
 - The environment is the image's and the task's: the verifier's shell descends from the engine, not from the
@@ -21,8 +22,8 @@ What stays open where agent and verifier share a sandbox and the agent is root (
 - files that a test script sources by itself, such as `~/.bashrc`;
 - whatever the agent's own program does while the tests run it.
 
-Services that the agent started are stopped with its other processes; a task that grades a running service starts
-it in its tests, or has a `collect` command and a separate verifier.
+Services that the agent started are stopped with its other processes: a task that grades a running service starts it
+in its tests, has a `collect` command and a separate verifier, or is named in `keep_processes`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import asyncio
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
@@ -59,6 +61,8 @@ class TestsVerifier:
     `environ` resolves `${VAR}` in the task's verifier env. `reward_key` chooses the primary reward where
     reward.json has many keys and none is `reward`. `timeout_multiplier` stretches every task's limit.
     `image_tools`: give the verifier the image's own tools; False for tasks whose point is to replace one.
+    `keep_processes`: patterns (fnmatch) of the names of tasks whose tests grade services that the agent started.
+    What runs in the background there is not stopped, and can meddle with the verifier as it likes.
     """
 
     __test__ = False
@@ -67,6 +71,7 @@ class TestsVerifier:
     reward_key: str | None = None
     timeout_multiplier: float = 1.0
     image_tools: bool = True
+    keep_processes: tuple[str, ...] = ()
 
     async def verify(self, sandbox: Sandbox, task: Task, step: Step) -> Reward:
         """Grade what the agent left in `sandbox`, where its tests are run too.
@@ -74,12 +79,14 @@ class TestsVerifier:
         Raises `VerifierError`, and `TaskError` for a variable that is not set; lets `SandboxError` through, as
         `agent_killed_sandbox` where no shell starts any more: the agent had one.
         """
-        await sandbox.stop_processes()
+        keep = any(fnmatchcase(task.name, pattern) for pattern in self.keep_processes)
+        await (sandbox.end_shells() if keep else sandbox.stop_processes())
         tests = _directories(step)
+        last = step.name == task.steps[-1].name
         try:
             options = await distrust(sandbox, step.verifier.user, tests) if self.image_tools else ""
-            reward = await self._graded(sandbox, step, tests, options)
-            if step.name != task.steps[-1].name:
+            reward = await self._graded(sandbox, step, tests, options, keep=keep and not last)
+            if not last:
                 await _emptied(await sandbox.shell(0), (TESTS, LOGS), open_to_all=False)
         except SandboxError as error:
             if error.error_class != "container_config":
@@ -108,7 +115,7 @@ class TestsVerifier:
         return combine_steps(task, rewards)
 
     async def _graded(
-        self, sandbox: Sandbox, step: Step, tests: Sequence[Path], pytest_options: str
+        self, sandbox: Sandbox, step: Step, tests: Sequence[Path], pytest_options: str, *, keep: bool = False
     ) -> Reward:
         verifier = step.verifier
         env = resolve_env(verifier.env, self.environ)
@@ -123,7 +130,7 @@ class TestsVerifier:
             await _put_tests(sandbox, root, tests, for_root=is_root)
         limit = self.timeout_multiplier * verifier.timeout_sec
         result = await shell.run(_command(env), timeout=limit, output_bytes=2 * OUTPUT_TAIL_BYTES)
-        await sandbox.stop_processes()
+        await (sandbox.end_shells() if keep else sandbox.stop_processes())
         if result.timed_out or result.exit_code is None:
             tail = await _output_tail(await sandbox.shell(verifier.user))
         else:

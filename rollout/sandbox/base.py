@@ -153,6 +153,11 @@ class Sandbox(Protocol):
         """Kill every process but PID 1 and wait until they are gone. The next `shell()` is a fresh one."""
         ...
 
+    async def end_shells(self) -> None:
+        """End the shells and the commands that they have in hand. Background processes live on; those of a shell
+        that will not end are stopped with everything else. The next `shell()` is a fresh one."""
+        ...
+
     async def upload(
         self, source: Path, target: str, *, mode: int | None = None, exclude: Sequence[str] = ()
     ) -> None:

@@ -163,11 +163,16 @@ class DockerSandbox:
                 except LinkClosed:
                     raise await self._lost() from None
                 link.command = None
-        user_links = [self._user_links.pop(who) for who in list(self._user_links)]
-        for user_link in user_links:
-            await user_link.close()
-        self._shells.clear()
+        await self._forget_shells()
         self._quiet = True
+
+    async def end_shells(self) -> None:
+        """See `Sandbox.end_shells`."""
+        for shell in self._shells.values():
+            result = await shell.run("command exit 0", timeout=ANSWER_SEC)
+            if not result.shell_replaced:
+                await self.clear()
+        await self._forget_shells()
 
     async def upload(
         self, source: Path, target: str, *, mode: int | None = None, exclude: Sequence[str] = ()
@@ -280,6 +285,12 @@ class DockerSandbox:
                 return SandboxError("container_lost", evidence.message, evidence)
             # The engine closes the stream shortly before it knows of the end.
             await asyncio.sleep(END_POLL_SEC)
+
+    async def _forget_shells(self) -> None:
+        user_links = [self._user_links.pop(who) for who in list(self._user_links)]
+        for user_link in user_links:
+            await user_link.close()
+        self._shells.clear()
 
     async def _lost(self) -> SandboxError:
         return await self.loss() or SandboxError("container_lost", "the attached stream has ended")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -244,3 +245,30 @@ def artifacts(*sources: str) -> tuple[Artifact, ...]:
 async def processes(sandbox: Sandbox) -> bytes:
     result = await (await sandbox.shell("root")).run("cat /proc/[0-9]*/cmdline", timeout=10)
     return result.stdout
+
+
+async def test_a_service_of_the_agent_is_stopped_unless_its_task_keeps_processes(
+    make_sandbox: Callable[..., Awaitable[Sandbox]], make_task: MakeTask
+) -> None:
+    """The service answers on a pipe; its tests hang for as long as they may where nobody does."""
+    service = "mkfifo /tmp/alive; (while :; do echo here >/tmp/alive; done) & sleep 0.1"
+    test = f"if IFS= read -r -t 3 line <>/tmp/alive; then echo 1; else echo 0; fi >{REWARD}\n"
+    task = make_task("#!/bin/bash\n" + test)
+    for verifier, value in ((TestsVerifier(), 0.0), (TestsVerifier(keep_processes=("t*", task.name)), 1.0)):
+        sandbox = await make_sandbox()
+        await agent(sandbox, service)
+        assert (await verify(sandbox, task, verifier)).value == value
+
+
+async def test_a_kept_service_cannot_hold_up_the_agents_own_shell(
+    make_sandbox: Callable[..., Awaitable[Sandbox]], make_task: MakeTask
+) -> None:
+    """An agent's command in hand is ended with its shell, also where its services are kept."""
+    sandbox = await make_sandbox()
+    shell = await sandbox.shell("root")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await shell.run("echo $$ >/tmp/pid; sleep 600")
+    test = f'if [ -d "/proc/$(cat /tmp/pid)" ]; then echo 0; else echo 1; fi >{REWARD}\n'
+    task = make_task(test)
+    assert (await verify(sandbox, task, TestsVerifier(keep_processes=("*",)))).value == 1.0

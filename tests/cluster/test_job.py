@@ -1,0 +1,200 @@
+"""`rollcage run` on real Ray and real Docker: what a job gives, and what it leaves behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollcage.rollout.arrow import read_attempts, read_rollouts
+from rollcage.rollout.sandbox.engine import Engine
+
+pytestmark = [pytest.mark.ray, pytest.mark.docker, pytest.mark.timeout(240)]
+
+ROLLCAGE = Path(sys.executable).parent / "rollcage"
+SETTINGS = '[environment]\nmemory_mb = 64\nnetwork_mode = "no-network"\n'
+
+
+class Job:
+    """A `rollcage run` in a process group of its own, with a directory of its own for temporary files."""
+
+    def __init__(self, engine: Engine, run: Path, scratch: str, *arguments: str | Path) -> None:
+        self.engine = engine
+        self.run = run
+        self.scratch = scratch
+        self.errors = run.parent / "stderr.txt"
+        self.process = subprocess.Popen(
+            [ROLLCAGE, "run", *arguments, "--output", run, "--json"],
+            stdout=subprocess.PIPE,
+            stderr=self.errors.open("wb"),
+            env={**os.environ, "TMPDIR": scratch},
+            start_new_session=True,
+        )
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + 90
+        while not condition():
+            assert self.process.poll() is None, self.errors.read_text()
+            assert time.monotonic() < deadline, f"not within 90 s: {what}\n{self.errors.read_text()}"
+            time.sleep(0.1)
+
+    def end(self) -> tuple[int, dict[str, Any]]:
+        """Wait for the end: status and report. Nothing may be left behind."""
+        out, _ = self.process.communicate(timeout=120)
+        said = self.errors.read_text()
+        assert "Traceback" not in said, said
+        assert self.containers() == [], said
+        hosts = {row["host"] for row in read_attempts(self.run, ["host"]).to_pylist()}
+        networks = self.engine.api.networks(filters={"label": "rollcage.host"})
+        assert not [n for n in networks if n["Labels"]["rollcage.host"] in hosts]
+        assert os.listdir(self.scratch) == [], "Ray's files"
+        assert self.processes() == []
+        return self.process.returncode, json.loads(out)
+
+    def containers(self, state: str | None = None) -> list[str]:
+        """Ids of the job's containers."""
+        try:
+            job = json.loads((self.run / "job.json").read_text())["job"]
+        except FileNotFoundError:
+            return []
+        filters = {"label": f"rollcage.job={job}"} | ({"status": state} if state else {})
+        return [container["Id"] for container in self.engine.api.containers(all=True, filters=filters)]
+
+    def processes(self) -> list[psutil.Process]:
+        """What lives of the job's processes, Ray's too: all of them have its directory in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("TMPDIR") == self.scratch and process.status() != "zombie":
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def host_actor(self) -> psutil.Process:
+        [actor] = [p for p in self.processes() if any("ray::SandboxHost" in word for word in p.cmdline())]
+        return actor
+
+    @property
+    def rollouts(self) -> Counter[tuple[str, str | None]]:
+        rows = read_rollouts(self.run, ["outcome", "error_class"]).to_pylist()
+        return Counter((row["outcome"], row["error_class"]) for row in rows)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def start(engine: Engine, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Start jobs; what is left of them when a test fails is removed."""
+    jobs = []
+    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as scratch:  # short: it holds Ray's sockets
+
+        def run(*arguments: str | Path) -> Job:
+            jobs.append(Job(engine, tmp_path / "run", scratch, *arguments))
+            return jobs[-1]
+
+        yield run
+        for job in jobs:
+            for process in job.processes():
+                process.kill()
+            job.process.wait(30)
+            for container in job.containers():
+                engine.api.remove_container(container, force=True, v=True)
+
+
+def test_a_job_with_bad_tasks_among_good_ones(start: Callable[..., Job], write_task: Any) -> None:
+    """CASES 9 and 26, from the command line to the files."""
+    for name in ("a", "b", "c"):
+        write_task(f"tasks/{name}", toml=SETTINGS)
+    write_task("tasks/unbuildable", toml=SETTINGS, dockerfile="FROM debian:bookworm-slim\nRUN exit 7\n")
+    tasks = write_task("tasks/torn", toml="[environment\n").parent
+    job = start("--tasks", tasks, "--agent", "oracle", "--agent", "nop", "--samples", "2", "--concurrency", "4")
+    status, report = job.end()
+    assert status == 3
+    assert (report["rollouts"], report["attempts"]) == (20, 12)
+    assert report["by_agent"]["oracle"]["passed"] == report["by_agent"]["nop"]["failed"] == 6
+    assert report["by_error_class"] == {"task_malformed": 4, "image_build": 4}
+    assert (report["passed"], report["failed"], report["invalid"], report["cancelled"]) == (6, 6, 8, 0)
+    assert {task["task"] for task in report["quarantined"]} == {"torn", "unbuildable"}
+    assert report["finished"]
+    said = job.errors.read_text()
+    assert "quarantined torn: task_malformed:" in said
+    assert said.count("quarantined unbuildable: image_build:") == 1
+    rows = read_rollouts(job.run, ["task", "outcome", "evidence"]).to_pylist()
+    built = [row["evidence"] for row in rows if row["task"] == "unbuildable"]
+    assert all("exit 7" in evidence["message"] or evidence["exit_code"] == 7 for evidence in built)
+
+
+def test_ctrl_c_once_what_runs_ends_and_is_written(start: Callable[..., Job], write_task: Any) -> None:
+    task = write_task("tasks/slow", toml=SETTINGS, solve="#!/bin/sh\nsleep 5\ntouch /app/hello\n")
+    job = start("--tasks", task, "--agent", "oracle", "--samples", "6", "--concurrency", "2")
+    job.until(lambda: len(job.containers("running")) == 2, "two sandboxes")
+    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to Ray's processes, too
+    status, report = job.end()
+    assert status == 130
+    assert job.rollouts == {("passed", None): 2, ("cancelled", "cancelled"): 4}
+    assert (report["attempts"], report["finished"]) == (2, True)
+    assert job.errors.read_text().count("interrupted") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_twice_all_is_cancelled_at_once(
+    start: Callable[..., Job], write_task: Any, number: signal.Signals
+) -> None:
+    task = write_task("tasks/slow", toml=SETTINGS, solve="#!/bin/sh\nsleep 600\n")
+    job = start("--tasks", task, "--agent", "oracle", "--samples", "4", "--concurrency", "2")
+    job.until(lambda: len(job.containers("running")) == 2, "two sandboxes")
+    os.killpg(job.process.pid, number)
+    job.until(lambda: "interrupted: no more rollouts" in job.errors.read_text(), "the first")
+    job.process.send_signal(number)
+    status, report = job.end()
+    assert status == 130
+    assert job.rollouts == {("cancelled", "cancelled"): 4}
+    assert report["finished"]
+
+
+def test_a_killed_host_is_replaced_and_cleaned_up_after(start: Callable[..., Job], write_task: Any) -> None:
+    """CASES 27, the host's actor."""
+    task = write_task("tasks/slow", toml=SETTINGS, solve="#!/bin/sh\nsleep 4\ntouch /app/hello\n")
+    job = start("--tasks", task, "--agent", "oracle", "--samples", "6", "--concurrency", "3")
+    job.until(lambda: len(job.containers("running")) == 3, "three sandboxes")
+    job.host_actor().kill()
+    status, report = job.end()
+    assert status == 0, job.errors.read_text()
+    assert job.rollouts == {("passed", None): 6}
+    attempts = read_attempts(job.run, ["error_class", "host", "evidence"]).to_pylist()
+    lost = [row for row in attempts if row["error_class"] == "host_lost"]
+    assert len(lost) == 3
+    assert report["retries"] == 3
+    assert len({row["host"] for row in attempts}) == 2
+    assert len({row["host"] for row in lost}) == 1
+
+
+def test_a_job_joins_a_cluster_and_uses_each_of_its_nodes(
+    start: Callable[..., Job], write_task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c", "d"):
+        write_task(f"tasks/{name}", toml=SETTINGS, solve="#!/bin/sh\nsleep 1\ntouch /app/hello\n")
+    tasks = write_task("tasks/e", toml=SETTINGS).parent
+    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as files:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+        with two_nodes(files) as address:
+            arguments = ["--agent", "oracle", "--samples", "2", "--concurrency", "4", "--address", address]
+            status, report = start("--tasks", tasks, *arguments).end()
+            assert (status, report["passed"], report["invalid"]) == (0, 10, 0)

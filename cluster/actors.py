@@ -43,7 +43,7 @@ CONCURRENT_CALLS = 20_000
 """More than one host can ever hold sandboxes; Ray's default for asyncio actors is 1,000."""
 
 CONNECT_SEC = 10.0
-"""How long the head of a Ray cluster may take to accept a connection."""
+"""How long the head of a Ray cluster may take to accept a connection, and to say which nodes it has."""
 
 SOCKETS_BELOW = 20
 """Characters of a path below which Ray's sockets fit: a socket's path has at most 107, and 86 are Ray's and ours."""
@@ -115,6 +115,7 @@ class ActorHost:
         self.name = ""
         self.node_id = node_id
         self._actor = actor
+        self._gone: asyncio.Future[HostLost] = asyncio.get_running_loop().create_future()
 
     async def open(self, after: str | None = None) -> None:
         """See `SandboxHost.open`. Ends the actor where this fails, by `OPEN_SEC` at the latest."""
@@ -150,20 +151,34 @@ class ActorHost:
             ray.kill(self._actor)
 
     async def _call(self, answer: Any) -> Any:
-        """What the actor answers. Raises what it raised, and `HostLost` where it is gone."""
+        """What the actor answers. Raises what it raised, and `HostLost` where it is gone, as soon as any call finds
+        out: where all of Ray is gone, some would wait for ever."""
+        call = asyncio.ensure_future(answer)
         try:
-            return await answer
+            await asyncio.wait({call, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise self._gone.result()
+            return call.result()
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except GONE as error:
-            ray.kill(self._actor)
-            oom = isinstance(error, OutOfMemoryError)
-            raise HostLost(str(error), "host_oom" if oom else "host_lost") from error
+            lost = HostLost(str(error), "host_oom" if isinstance(error, OutOfMemoryError) else "host_lost")
+            if not self._gone.done():
+                self._gone.set_result(lost)
+                ray.kill(self._actor)
+            raise lost from error
+        finally:
+            call.cancel()
 
 
-def alive_nodes() -> list[str]:
-    """Ids of the nodes that Ray has now."""
-    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+async def alive_nodes() -> list[str]:
+    """Ids of the nodes that Ray has now; none where Ray itself does not answer."""
+    try:
+        async with asyncio.timeout(CONNECT_SEC):
+            nodes = await asyncio.to_thread(ray.nodes)
+    except (RayError, TimeoutError):
+        return []
+    return [node["NodeID"] for node in nodes if node["Alive"]]
 
 
 async def start_host(node_id: str, spec: HostSpec, *, after: str | None = None) -> ActorHost:
@@ -199,7 +214,7 @@ class RayHosts:
 
     async def start(self) -> list[HostClient]:
         """All hosts that can be had. Raises what the first node said where that is none."""
-        found = await asyncio.gather(*map(self._try, alive_nodes()))
+        found = await asyncio.gather(*map(self._try, await alive_nodes()))
         hosts: list[HostClient] = [host for host in found if isinstance(host, ActorHost)]
         failures = [failure for failure in found if not isinstance(failure, ActorHost)]
         if not hosts:
@@ -214,7 +229,7 @@ class RayHosts:
         self._taken.discard(node)
         for attempt in range(self.REPLACE_TRIES):
             await asyncio.sleep(2.0**attempt - 1)
-            free = [name for name in alive_nodes() if name not in self._taken]
+            free = [name for name in await alive_nodes() if name not in self._taken]
             for candidate in sorted(free, key=lambda name: name != node):
                 host = await self._try(candidate, after=lost.name)
                 if isinstance(host, ActorHost):

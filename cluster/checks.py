@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,22 @@ def import_tasks(source: Path, target: Path, *, overwrite: bool) -> list[dict[st
             }
         )
     return reports
+
+
+async def clean_up_after(hosts: Iterable[str], docker_host: str | None) -> None:
+    """Remove what these hosts left on the engine at `docker_host`. Raises `CouldNotRun`."""
+    from rollcage.rollout.sandbox.engine import Engine
+    from rollcage.rollout.sandbox.reaper import reap
+
+    try:
+        engine = Engine(docker_host)
+        try:
+            for host in hosts:
+                await reap(engine, host=host, job=None, now=time.time())
+        finally:
+            engine.close()
+    except SandboxError as error:
+        raise CouldNotRun.because(error) from error
 
 
 async def collect_garbage(

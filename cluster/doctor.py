@@ -10,17 +10,13 @@ from pathlib import Path
 
 import psutil
 
+from rollcage.rollout.policies.smollm2 import cache_dir
 from rollcage.rollout.sandbox.diagnose import Check, diagnose
 
 MEMORY_BYTES = 4 << 30
 CACHE_BYTES = 2 << 30
 SHARED_BYTES = 256 << 20
 """Ray's object store, see `actors.OBJECT_STORE_BYTES`."""
-
-
-def cache_dir() -> Path:
-    """Where models are kept: `$ROLLCAGE_CACHE`, else `~/.cache/rollcage`."""
-    return Path(os.environ.get("ROLLCAGE_CACHE", "~/.cache/rollcage")).expanduser()
 
 
 async def examine(docker_host: str | None = None) -> list[Check]:

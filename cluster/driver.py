@@ -8,7 +8,7 @@ Invariants:
 - An attempt is in the ledger before the scheduler hears of its end, so nothing that counts is unwritten.
 - One task of asyncio settles, so a group is committed after all of its rollouts.
 - A host that is lost is drained, then replaced: what ran on it ends as `host_lost` and is tried again, and
-  the host in its place removes what it left on its engine.
+  the host in its place removes what it left on its engine. Where there is none it is `unclean`.
 - `stop` lets what runs end for `GRACE_SEC`, then cancels it; a second `stop` cancels at once. Either way
   every rollout is written and every host closed.
 - Whatever a host raises ends one attempt. Only the ledger, and having no host at all, end the job.
@@ -66,6 +66,10 @@ class Driver:
     """One run of one job."""
 
     def __init__(self, plan: JobPlan, ledger: Ledger, hosts: Hosts, progress: JobProgress) -> None:
+        self.begun = False
+        """True once there was a host."""
+        self.unclean: set[str] = set()
+        """Hosts that may have left something on their engines."""
         self._plan = plan
         self._ledger = ledger
         self._source = hosts
@@ -86,15 +90,9 @@ class Driver:
         self._work: set[asyncio.Task[None]] = set()
         self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._begun = False
         self._stopping = 0
         self._grace: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
-
-    @property
-    def begun(self) -> bool:
-        """True once there was a host."""
-        return self._begun
 
     async def run(self) -> None:
         """Run the job to its end.
@@ -105,7 +103,7 @@ class Driver:
         try:
             for host in await self._source.start():
                 self._join(host)
-            self._begun = True
+            self.begun = True
             for broken in self._plan.broken:
                 self._scheduler.quarantine(broken.key, broken.error_class)
             self._check_quarantined()
@@ -262,14 +260,13 @@ class Driver:
             await asyncio.wait(set(running))
         self._scheduler.host_down(lost.name, time.monotonic())
         del self._hosts[lost.name], self._on_host[lost.name]
+        self.unclean.add(lost.name)
         host = await self._source.replace(lost)
         if host is not None:
+            self.unclean.discard(lost.name)
             self._join(host)
         else:
-            self._progress.say(
-                f"no host could be had in the place of {lost.name}; "
-                f"`rollcage gc --job {self._plan.job}` removes what it left"
-            )
+            self._progress.say(f"no host could be had in the place of {lost.name}")
 
     async def _close(self) -> None:
         """Close every host, whatever else went wrong. A lost one is cleaned up after by the host in its place."""
@@ -277,13 +274,12 @@ class Driver:
             self._grace.cancel()
         if self._replacing:
             await asyncio.wait(set(self._replacing), timeout=REPLACE_SEC)
-        closing = [host.close() for name, host in self._hosts.items() if name not in self._lost]
-        for result in await asyncio.gather(*closing, return_exceptions=True):
+        closing = [host for name, host in self._hosts.items() if name not in self._lost]
+        results = await asyncio.gather(*(host.close() for host in closing), return_exceptions=True)
+        for host, result in zip(closing, results, strict=True):
             if isinstance(result, BaseException):
-                self._progress.say(
-                    f"a host did not close well: {result}; "
-                    f"`rollcage gc --job {self._plan.job}` removes what it left"
-                )
+                self.unclean.add(host.name)
+                self._progress.say(f"host {host.name} did not close well: {result}")
         for task in set(self._work):
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)

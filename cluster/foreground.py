@@ -115,7 +115,7 @@ async def _try(config: JobConfig, plan: JobPlan, sample: int, keep: bool, consol
     key = next(key for key in plan.rollouts() if key.sample == sample)
     with Interrupts(emit):
         async with _policies(config, emit) as policies:
-            host = SandboxHost(host_spec(config, plan.job, policies), emit=emit)
+            host = SandboxHost(host_spec(config, plan, policies), emit=emit)
             name = await host.open()
             try:
                 prepared = await host.prepare(task)

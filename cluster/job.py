@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rollcage.cluster.checks import clean_up_after
 from rollcage.cluster.config import JobConfig, ScriptedPolicyConfig, VllmPolicyConfig, load_job
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
@@ -139,7 +140,7 @@ async def _run(
             stack.enter_context(connected(config.ray.address, num_cpus=config.ray.num_cpus))
             interrupts = stack.enter_context(Interrupts(progress.say))
             served = await stack.enter_async_context(_served_policies(config, progress))
-            hosts = RayHosts(host_spec(config, plan.job, {**scripted, **served}), say=progress.say)
+            hosts = RayHosts(host_spec(config, plan, {**scripted, **served}), say=progress.say)
             driver = Driver(plan, ledger, hosts, progress)
             interrupts.then(driver.stop, STOPPING)
             failure = None
@@ -151,11 +152,26 @@ async def _run(
                 raise CouldNotRun(f"{ledger.location} cannot be written: {error}") from error
             finally:
                 interrupts.then(lambda: None, "interrupted: the job has ended, cleaning up")
+                if driver.unclean:
+                    await _clean_up(driver.unclean, config, plan, progress)
         if driver.begun:
             await ledger.finish({"job": plan.job, "wall_seconds": time.monotonic() - started})
     if failure is not None:
         raise CouldNotRun.because(failure) from failure
     return interrupts.count > 0
+
+
+async def _clean_up(hosts: set[str], config: JobConfig, plan: JobPlan, progress: JobProgress) -> None:
+    """Do what lost hosts can no longer do, where their engine is the one that this process reaches."""
+    remedy = f"`rollcage gc --job {plan.job}` on their machines removes what they left"
+    if config.ray.address is not None:
+        progress.say(f"not cleaned up after {', '.join(sorted(hosts))}: {remedy}")
+        return
+    try:
+        await clean_up_after(hosts, config.sandbox.docker_host)
+        progress.say(f"cleaned up after {', '.join(sorted(hosts))}")
+    except CouldNotRun as error:
+        progress.say(f"not cleaned up after {', '.join(sorted(hosts))}: {error}; {remedy}")
 
 
 @asynccontextmanager

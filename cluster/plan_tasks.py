@@ -16,7 +16,15 @@ from rollcage.cluster.plan import AgentPlan, BrokenTask, JobPlan
 from rollcage.rollout.outcome import Evidence
 from rollcage.rollout.policies.base import Policy, Sampling
 from rollcage.rollout.sandbox.pool import SandboxSettings
-from rollcage.rollout.task import Problem, Task, check_task, missing_env, name_apart, task_digest
+from rollcage.rollout.task import (
+    Problem,
+    Task,
+    check_task,
+    missing_env,
+    name_apart,
+    referenced_env,
+    task_digest,
+)
 
 
 def make_plan(config: JobConfig, environ: Mapping[str, str] | None = None) -> JobPlan:
@@ -60,9 +68,14 @@ def make_plan(config: JobConfig, environ: Mapping[str, str] | None = None) -> Jo
     )
 
 
-def host_spec(config: JobConfig, job: str, policies: Mapping[str, Policy]) -> HostSpec:
-    """What the job's hosts are made with. Variables that tasks ask for are this process's."""
+def host_spec(
+    config: JobConfig, plan: JobPlan, policies: Mapping[str, Policy], environ: Mapping[str, str] | None = None
+) -> HostSpec:
+    """What the job's hosts are made with. Of `environ` (this process's, by default) they get the variables that
+    tasks name, and no other."""
     sandbox = config.sandbox
+    environ = os.environ if environ is None else environ
+    named = {name for task in plan.tasks.values() for name in referenced_env(task)}
     settings = SandboxSettings(
         docker_host=sandbox.docker_host,
         build_slots=sandbox.build_slots,
@@ -74,10 +87,10 @@ def host_spec(config: JobConfig, job: str, policies: Mapping[str, Policy]) -> Ho
         runtime=sandbox.runtime,
         network_cidr=sandbox.network.cidr,
         leases_per_bridge=sandbox.network.leases_per_bridge,
-        environ=dict(os.environ),
+        environ={name: environ[name] for name in sorted(named) if name in environ},
     )
     return HostSpec(
-        job,
+        plan.job,
         settings,
         policies,
         reward_key=config.reward_key,

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from rollcage.rollout.agents.base import Agent, AgentContext, load_agent
 from rollcage.rollout.agents.run import run_agent
@@ -87,13 +87,6 @@ class AttemptSpec:
     agent_timeout_sec: float | None = None
     agent_timeout_multiplier: float = 1.0
     pass_threshold: float = 1.0
-
-
-class _Overruns(NamedTuple):
-    """How often a sandbox's limits had been met at some time."""
-
-    oom_kills: int
-    storage: bool
 
 
 async def run_attempt(
@@ -199,13 +192,12 @@ class _Run:
         for step in task.steps:
             with self.phase(Phase.START, Stage.START):
                 shell = await prepare_step(sandbox, task, step)
-            before = _overruns(sandbox)
             with self.phase(Phase.AGENT, Stage.AGENT):
                 self.emit(f"agent {spec.agent}" + (f", step {step.name}" if len(task.steps) > 1 else ""))
-                stop = await self._agent(agent, sandbox, shell, step)
+                await self._agent(agent, sandbox, shell, step)
             with self.phase(Phase.VERIFY, Stage.VERIFY):
                 self.emit("verifier")
-                reward = await self._verify(sandbox, step, before, stop)
+                reward = await self._verify(sandbox, step)
             self.emit(f"reward {reward.value:g}")
             rewards.append((step, reward))
             if not self.verifier.passed_floor(step, reward):
@@ -213,8 +205,8 @@ class _Run:
                 break
         return self.verifier.combine(task, rewards)
 
-    async def _agent(self, agent: Agent, sandbox: Sandbox, shell: Shell, step: Step) -> RolloutError | None:
-        """Let the agent work on one step. Returns what stopped it, where that is the agent's own doing."""
+    async def _agent(self, agent: Agent, sandbox: Sandbox, shell: Shell, step: Step) -> None:
+        """Let the agent work on one step, and note what has stopped it, where that is its own doing."""
         trajectory, spec = self.attempt.trajectory, self.spec
         assert trajectory is not None
         limit = spec.agent_timeout_sec if spec.agent_timeout_sec is not None else step.agent_timeout_sec
@@ -232,61 +224,54 @@ class _Run:
             sample=spec.sample,
             emit=self.emit,
         )
+        kills, was_full, noted = sandbox.oom_kills, sandbox.storage_exceeded, len(self.stops)
         try:
-            await run_agent(agent, context)
-        except RolloutError as error:
-            if BY_NAME[error.error_class].domain is not Domain.AGENT:
-                raise
-            return error
+            await self._noted(run_agent(agent, context))
         finally:
             self.attempt.infra_seconds += clock.infra_seconds
             if self.session is not None:
                 trajectory.segments = self.session.segments
-        return None
+        # A limit of the sandbox was met before the agent ended, and so before any of its own.
+        if sandbox.storage_exceeded and not was_full:
+            said = (
+                f"the agent wrote more than its {sandbox.spec.storage_mb} MiB, and its processes were stopped"
+            )
+            evidence = Evidence(said, "container state")
+            self.stops.insert(noted, AgentStopped("agent_killed_sandbox", said, evidence))
+        if sandbox.spec.memory_mb is not None:
+            await self._noted(
+                sandbox.end_shells()
+            )  # brings the count of kills; the verifier's own come after it
+            if sandbox.oom_kills > kills:
+                said = f"processes of the agent went past the memory limit of {sandbox.spec.memory_mb} MiB"
+                evidence = Evidence(said, "container state", oom_killed=True)
+                self.stops.insert(noted, AgentStopped("agent_oom", said, evidence))
 
-    async def _verify(
-        self, sandbox: Sandbox, step: Step, before: _Overruns, stop: RolloutError | None
-    ) -> Reward:
-        """Grade the step. `before` the agent the sandbox had been so, and `stop` has ended the agent."""
+    async def _noted(self, work: Awaitable[None]) -> None:
+        """Await `work`. What ends it is noted where that is the agent's own doing, and raised otherwise."""
+        try:
+            await work
+        except RolloutError as error:
+            if BY_NAME[error.error_class].domain is not Domain.AGENT:
+                raise
+            self.stops.append(error)
+
+    async def _verify(self, sandbox: Sandbox, step: Step) -> Reward:
         own, task = step.verifier.environment, self.spec.task
         if own is None:
-            try:
-                if sandbox.spec.memory_mb is not None:
-                    await (
-                        sandbox.stop_processes()
-                    )  # brings the count of kills; the verifier's own come after it
-            finally:
-                self._charge(sandbox, before, stop)
             return await self.verifier.verify(sandbox, task, step)
-        try:
-            image = await self.pool.image(own, f"{task.name} (verifier)")
-            verifier_sandbox = await self.pool.acquire(
-                image,
-                own,
-                attempt_id=self.spec.attempt_id,
-                role=f"verifier{len(self.sandboxes)}",
-                network_mode=step.verifier.network_mode,
-                least_sec=2 * step.verifier.timeout_sec,
-            )
-            self.sandboxes.append(verifier_sandbox)
-            await wait_until_healthy(verifier_sandbox, own.healthcheck)
-            return await self.verifier.verify_separate(sandbox, verifier_sandbox, task, step)
-        finally:
-            self._charge(sandbox, before, stop)
-
-    def _charge(self, sandbox: Sandbox, before: _Overruns, stop: RolloutError | None) -> None:
-        """Note what has stopped the agent: its sandbox's limits were met before it ended."""
-        limits, now = sandbox.spec, _overruns(sandbox)
-        if limits.memory_mb is not None and now.oom_kills > before.oom_kills:
-            said = f"processes of the agent went past the memory limit of {limits.memory_mb} MiB"
-            evidence = Evidence(said, "container state", oom_killed=True)
-            self.stops.append(AgentStopped("agent_oom", said, evidence))
-        if now.storage and not before.storage:
-            said = f"the agent wrote more than its {limits.storage_mb} MiB, and its processes were stopped"
-            evidence = Evidence(said, "container state")
-            self.stops.append(AgentStopped("agent_killed_sandbox", said, evidence))
-        if stop is not None:
-            self.stops.append(stop)
+        image = await self.pool.image(own, f"{task.name} (verifier)")
+        verifier_sandbox = await self.pool.acquire(
+            image,
+            own,
+            attempt_id=self.spec.attempt_id,
+            role=f"verifier{len(self.sandboxes)}",
+            network_mode=step.verifier.network_mode,
+            least_sec=2 * step.verifier.timeout_sec,
+        )
+        self.sandboxes.append(verifier_sandbox)
+        await wait_until_healthy(verifier_sandbox, own.healthcheck)
+        return await self.verifier.verify_separate(sandbox, verifier_sandbox, task, step)
 
     def end(self, reward: Reward) -> None:
         """End the attempt with a reward that counts; what stopped the agent first is its error class."""
@@ -332,10 +317,6 @@ class _Run:
             if error is not None:
                 self._add_evidence(f"teardown: {str(error) or repr(error)}")
         self.attempt.phases[Phase.TEARDOWN] = time.monotonic() - started
-
-
-def _overruns(sandbox: Sandbox) -> _Overruns:
-    return _Overruns(sandbox.oom_kills, sandbox.storage_exceeded)
 
 
 def _least_seconds(spec: AttemptSpec) -> float:

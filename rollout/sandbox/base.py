@@ -123,8 +123,8 @@ class Sandbox(Protocol):
 
     @property
     def oom_kills(self) -> int:
-        """Processes that were killed for the memory limit, as known since `stop_processes`, or since the end of
-        a shell."""
+        """Processes that were killed for the memory limit, as was known when a shell last ended (see
+        `end_shells`)."""
         ...
 
     @property

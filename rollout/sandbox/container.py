@@ -289,6 +289,7 @@ class DockerSandbox:
     async def _forget_shells(self) -> None:
         user_links = [self._user_links.pop(who) for who in list(self._user_links)]
         for user_link in user_links:
+            self._link.oom_kills = max(self._link.oom_kills, user_link.oom_kills)
             await user_link.close()
         self._shells.clear()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray.cluster_utils import Cluster
 
 from rollcage.rollout.arrow import read_attempts, read_rollouts
 from rollcage.rollout.sandbox.engine import Engine
@@ -124,7 +125,9 @@ def test_a_job_with_bad_tasks_among_good_ones(start: Callable[..., Job], write_t
         write_task(f"tasks/{name}", toml=SETTINGS)
     write_task("tasks/unbuildable", toml=SETTINGS, dockerfile="FROM debian:bookworm-slim\nRUN exit 7\n")
     tasks = write_task("tasks/torn", toml="[environment\n").parent
-    job = start("--tasks", tasks, "--agent", "oracle", "--agent", "nop", "--samples", "2", "--concurrency", "4")
+    job = start(
+        "--tasks", tasks, "--agent", "oracle", "--agent", "nop", "--samples", "2", "--concurrency", "4"
+    )
     status, report = job.end()
     assert status == 3
     assert (report["rollouts"], report["attempts"]) == (20, 12)
@@ -186,15 +189,30 @@ def test_a_killed_host_is_replaced_and_cleaned_up_after(start: Callable[..., Job
     assert len({row["host"] for row in lost}) == 1
 
 
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a Ray cluster of two nodes on this machine."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    node = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as files:
+        head = node | {"include_dashboard": False, "temp_dir": files}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(**node)
+        yield cluster.address
+        cluster.shutdown()
+
+
 def test_a_job_joins_a_cluster_and_uses_each_of_its_nodes(
-    start: Callable[..., Job], write_task: Any, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Job], write_task: Any, two_nodes: str
 ) -> None:
     for name in ("a", "b", "c", "d"):
         write_task(f"tasks/{name}", toml=SETTINGS, solve="#!/bin/sh\nsleep 1\ntouch /app/hello\n")
     tasks = write_task("tasks/e", toml=SETTINGS).parent
-    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as files:
-        monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-        with two_nodes(files) as address:
-            arguments = ["--agent", "oracle", "--samples", "2", "--concurrency", "4", "--address", address]
-            status, report = start("--tasks", tasks, *arguments).end()
-            assert (status, report["passed"], report["invalid"]) == (0, 10, 0)
+    job = start(
+        "--tasks", tasks, "--agent", "oracle", "--samples", "2", "--concurrency", "4", "--address", two_nodes
+    )
+    status, report = job.end()
+    assert (status, report["passed"], report["invalid"]) == (0, 10, 0)
+    assert len({row["host"] for row in read_attempts(job.run, ["host"]).to_pylist()}) == 2
+    actors = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    assert not [command for command in actors if any("SandboxHost" in word for word in command)]

@@ -202,13 +202,16 @@ def test_an_agent_is_told_what_the_job_says(write_task: Any, plan: Plan, tmp_pat
     assert made.agent("b").policy == "answers"
 
 
-def test_a_host_is_made_with_the_jobs_sandbox_settings(
-    write_task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_host_is_made_with_the_jobs_sandbox_settings_and_the_variables_that_tasks_name(
+    write_task: Any, tmp_path: Path
 ) -> None:
-    write_task("tasks/one")
-    monkeypatch.setenv("ASKED_FOR", "value")
+    task = write_task("tasks/one")
+    with (task / "task.toml").open("a") as toml:
+        toml.write('\n[solution.env]\nTOKEN = "${ASKED_FOR}"\n')
     overrides = ["sandbox.pids=99", "sandbox.network.cidr=10.9.0.0/16", "sandbox.memory_mb=512"]
     config = load_job(None, overrides, {"tasks": [str(tmp_path / "tasks")], "agents": ["nop"]})
-    spec = host_spec(config, "job-1", {})
-    assert (spec.job, spec.sandbox.pids, spec.sandbox.network_cidr) == ("job-1", 99, "10.9.0.0/16")
-    assert (spec.sandbox.memory_mb, spec.sandbox.environ["ASKED_FOR"]) == (512, "value")
+    environ = {"ASKED_FOR": "value", "SECRET": "of nobody's concern"}
+    plan = make_plan(config, environ)
+    spec = host_spec(config, plan, {}, environ)
+    assert (spec.job, spec.sandbox.pids, spec.sandbox.network_cidr) == (plan.job, 99, "10.9.0.0/16")
+    assert (spec.sandbox.memory_mb, spec.sandbox.environ) == (512, {"ASKED_FOR": "value"})

@@ -176,7 +176,7 @@ SPOOFS = (
     "exit 124",
     "exit 255",
     'echo "docker: Error response from daemon: No such container: $HOSTNAME." >&2; exit 125',
-    'echo "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?" >&2; exit 1',
+    'echo "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"; exit 1',
     """echo '{"State": {"OOMKilled": true, "Running": false, "ExitCode": 137}}'; exit 137""",
     'echo "This model\'s maximum context length is 16384 tokens. max_tokens must be at least 1, got -186" >&2; exit 1',
     'echo "write /var/lib/docker/tmp: no space left on device" >&2; exit 1',

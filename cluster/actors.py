@@ -45,6 +45,11 @@ CONCURRENT_CALLS = 20_000
 CONNECT_SEC = 10.0
 """How long the head of a Ray cluster may take to accept a connection, and to say which nodes it has."""
 
+TOKEN_HINT = (
+    "where `ray start` said that token authentication is enabled, set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN "
+    "to what ~/.ray/auth_token holds on the cluster"
+)
+
 SOCKETS_BELOW = 20
 """Characters of a path below which Ray's sockets fit: a socket's path has at most 107, and 86 are Ray's and ours."""
 
@@ -90,8 +95,11 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
                 _reach(address)
             ray.init(namespace=NAMESPACE, logging_level="error", log_to_driver=False, **settings)
         except (RayError, OSError, RuntimeError, ValueError, SystemExit) as error:
-            doing = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
-            raise CouldNotRun(f"could not {doing}: {error}") from error
+            if address is None:
+                raise CouldNotRun(f"could not start Ray on this machine: {error}") from error
+            raise CouldNotRun(
+                f"could not join the Ray cluster at {address}: {error}\n{TOKEN_HINT}"
+            ) from error
         yield
 
 

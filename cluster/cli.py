@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import redirect_stdout
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +31,7 @@ config_app = typer.Typer(help="What a job's YAML may say.", no_args_is_help=True
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(config_app, name="config")
 
-out = Console()
+out = Console(file=sys.stdout)
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
@@ -99,7 +100,8 @@ def run(
         address=address,
         skip_unready=skip_unready,
     )
-    result = run_job(options, err)
+    with redirect_stdout(sys.stderr):  # Ray prints there, and so may an agent
+        result = run_job(options, err)
     if as_json:
         _print_json(result.summary | {"run": str(result.run)})
     else:
@@ -131,20 +133,25 @@ def try_(
         list[str] | None, typer.Option("--option", help="An option of the agent: --option turns=5")
     ] = None,
     sample: Annotated[int, typer.Option("--sample", help="Which sample this is, for scripts and seeds.")] = 0,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the sandbox running for a look.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the sandbox for a look, until Ctrl-C.")] = False,
     docker_host: DockerHost = None,
     as_json: Json = False,
 ) -> None:
     """Run one rollout in the foreground and show what happens, for people who write tasks."""
-    from rollcage.cluster.foreground import as_dict, show, try_task
+    from rollcage.cluster.foreground import as_dict, render, try_task
 
-    attempt = try_task(
-        task, agent, policy, option or [], sample=sample, keep=keep, docker_host=docker_host, console=err
-    )
-    if as_json:
-        _print_json(as_dict(attempt))
-    else:
-        show(attempt, out)
+    with redirect_stdout(sys.stderr):  # an agent may print there
+        attempt = try_task(
+            task,
+            agent,
+            policy,
+            option or [],
+            sample=sample,
+            keep=keep,
+            docker_host=docker_host,
+            console=err,
+            show=lambda record: _print_json(as_dict(record)) if as_json else render(record, out),
+        )
     if attempt.error_class == "cancelled":
         raise typer.Exit(Exit.INTERRUPTED)
     raise typer.Exit(Exit.DONE if attempt.reward_valid else Exit.INCOMPLETE)
@@ -289,4 +296,5 @@ def _print_problems(problems: list[dict[str, Any]]) -> None:
 
 
 def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    out.file.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    out.file.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rollcage.cluster.config import JobConfig, VllmPolicyConfig, load_job
-from rollcage.cluster.decisions import Assignment
+from rollcage.cluster.decisions import Assignment, RolloutKey
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.host import SandboxHost
 from rollcage.cluster.interrupts import Interrupts
@@ -38,8 +38,10 @@ def try_task(
     keep: bool,
     docker_host: str | None,
     console: Console,
+    show: Callable[[Attempt], None],
 ) -> Attempt:
-    """Run one attempt at a task and return its record.
+    """Run one attempt at a task, `show` its record and return it. With `keep` the sandbox is there until a signal
+    comes: it ends by itself when nobody holds its shell.
 
     Raises `InputError` for a bad task, agent or option, `CouldNotRun` where engine or model cannot be had, and
     `KeyboardInterrupt` where a signal came before the agent.
@@ -57,7 +59,7 @@ def try_task(
     if plan.broken:
         raise InputError(f"{plan.broken[0].error_class}:\n{plan.broken[0].evidence.message}")
     try:
-        return asyncio.run(_try(config, plan, sample, keep, console))
+        return asyncio.run(_try(config, plan, sample, keep, console, show))
     except RolloutError as error:
         raise CouldNotRun.because(error) from error
     except asyncio.CancelledError:
@@ -70,7 +72,7 @@ def as_dict(attempt: Attempt) -> dict[str, Any]:
     return record
 
 
-def show(attempt: Attempt, console: Console) -> None:
+def render(attempt: Attempt, console: Console) -> None:
     """Print how the attempt ended: outcome, reward, time by phase, and the evidence where there is any."""
     colour = {"passed": "green", "failed": "yellow"}.get(attempt.outcome.value, "red")
     console.print(f"[bold {colour}]{attempt.outcome.value}[/]" + (_why(attempt)), highlight=False)
@@ -107,44 +109,51 @@ def _option(text: str) -> tuple[str, Any]:
     return name, yaml.safe_load(value)
 
 
-async def _try(config: JobConfig, plan: JobPlan, sample: int, keep: bool, console: Console) -> Attempt:
+async def _try(
+    config: JobConfig,
+    plan: JobPlan,
+    sample: int,
+    keep: bool,
+    console: Console,
+    show: Callable[[Attempt], None],
+) -> Attempt:
     def emit(line: str) -> None:
         console.print(escape(line), highlight=False, soft_wrap=True)
 
-    [task] = plan.tasks.values()
     key = next(key for key in plan.rollouts() if key.sample == sample)
-    with Interrupts(emit):
+    with Interrupts(emit) as interrupts:
         async with _policies(config, emit) as policies:
             host = SandboxHost(host_spec(config, plan, policies), emit=emit)
-            name = await host.open()
+            await host.open()
             try:
-                prepared = await host.prepare(task)
-                if prepared.error_class is not None:
-                    policy = plan.agents[0].policy
-                    return own_record(
-                        key,
-                        Outcome.INVALID,
-                        prepared.error_class,
-                        prepared.evidence,
-                        number=1,
-                        policy=policy,
-                        host=name,
-                    )
-                spec = plan.attempt(Assignment(key, 1, name, f"try-{plan.job}"))
-                attempt = await host.run(spec, plan.agents[0].policy, keep=keep)
-                if keep:
-                    emit(f"kept: docker exec -it rollcage-{spec.attempt_id}-main sh")
-                    emit(f"remove it with: rollcage gc --job {plan.job}")
+                attempt = await _attempt(plan, host, key, keep)
+                show(attempt)
+                if keep and attempt.attempt_id and attempt.outcome is not Outcome.CANCELLED:
+                    seen = asyncio.Event()
+                    interrupts.then(seen.set, "removing it")
+                    emit(f"kept: docker exec -it rollcage-{attempt.attempt_id}-main sh (Ctrl-C removes it)")
+                    await seen.wait()
                 return attempt
             finally:
-                await host.close(keep=keep)
+                await host.close()
+
+
+async def _attempt(plan: JobPlan, host: SandboxHost, key: RolloutKey, keep: bool) -> Attempt:
+    """One attempt, or the record of why there is none."""
+    [task] = plan.tasks.values()
+    policy = plan.agents[0].policy
+    prepared = await host.prepare(task)
+    if prepared.error_class is None:
+        assignment = Assignment(key, 1, host.name, f"try-{plan.job}")
+        return await host.run(plan.attempt(assignment), policy, keep=keep)
+    return own_record(
+        key, Outcome.INVALID, prepared.error_class, prepared.evidence, number=1, policy=policy, host=host.name
+    )
 
 
 @asynccontextmanager
 async def _policies(config: JobConfig, emit: Any) -> AsyncIterator[dict[str, Policy]]:
     """The one policy that the agent works with, in this process."""
-    from rollcage.rollout.policies.vllm import VllmEngine, VllmPolicy
-
     served = [
         (name, policy)
         for name, policy in config.used_policies().items()
@@ -153,6 +162,8 @@ async def _policies(config: JobConfig, emit: Any) -> AsyncIterator[dict[str, Pol
     if not served:
         yield scripted_policies(config)
         return
+    from rollcage.rollout.policies.vllm import VllmEngine, VllmPolicy
+
     [(name, policy)] = served
     emit(f"starting {policy.model}")
     engine = VllmEngine(await asyncio.to_thread(model_path, policy.model), policy.engine_args)

@@ -170,15 +170,13 @@ class SandboxHost:
         for attempt in running:
             attempt.cancel()
 
-    async def close(self, *, keep: bool = False) -> None:
-        """Cancel what runs, wait for it, and remove everything of this host's from the engine; with `keep`
-        leave it there."""
+    async def close(self) -> None:
+        """Cancel what runs, wait for it, and remove everything of this host's from the engine."""
         await self.cancel()
         if self._running:
             await asyncio.wait(self._running.values())
         try:
-            if not keep:
-                await self._pool.close()
+            await self._pool.close()
         finally:
             self._engine.close()
             if self._files is not None:

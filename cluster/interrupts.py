@@ -1,6 +1,7 @@
-"""Ctrl-C and SIGTERM: the first one calls off what runs, the next ones hurry it, and all of them clean up.
+"""Ctrl-C and SIGTERM: the first Ctrl-C calls off what runs, the second hurries it, SIGTERM does both at once.
 
-Ray's own processes do not see a terminal's Ctrl-C, so hosts and policies are there for the cleaning up.
+All of them clean up. Ray's own processes do not see a terminal's Ctrl-C, so hosts and policies are there for
+that; a SIGTERM to the whole process group ends them with this process, which then does it by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Interrupts:
     def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupted)
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupted, number)
         return self
 
     def __exit__(
@@ -42,9 +43,13 @@ class Interrupts:
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def _interrupted(self) -> None:
+    def _interrupted(self, number: signal.Signals) -> None:
         self.count += 1
-        self._say(
-            self._first if self.count == 1 else "interrupted again: cancelling what runs and cleaning up"
-        )
+        if number is signal.SIGTERM:
+            self._say("terminated: cancelling what runs and cleaning up")
+            self._call_off()
+        elif self.count == 1:
+            self._say(self._first)
+        else:
+            self._say("interrupted again: cancelling what runs and cleaning up")
         self._call_off()

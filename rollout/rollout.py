@@ -300,7 +300,7 @@ class _Run:
         self.attempt.stage = stage if stage in row.stages else row.stages[0]
         self.attempt.evidence = error.evidence.capped()
         for other in self.stops:
-            if other is not error:
+            if str(other) != str(error):
                 self._add_evidence(str(other))
 
     def _add_evidence(self, text: str) -> None:

@@ -85,6 +85,10 @@ _TASK = (
         "container_config",
         r"chdir to cwd .* set in config\.json failed|^cannot mkdir: .* is not a directory$",
     ),
+    Rule(
+        "container_config",
+        r"^error processing tar file.*: (not a directory|is a directory|file exists|too many levels of [a-z ]+)$",
+    ),
     Rule("container_config", r"no command specified|exec format error"),
     Rule("container_config", r"storage-opt|--storage-opt is supported only"),
 )

@@ -380,6 +380,7 @@ async def test_a_host_lost_among_20_rollouts_is_replaced_and_all_end(tmp_path: P
     lost = next(row for row in ends.attempts if row["error_class"] == "host_lost")
     assert (lost["host"], lost["evidence"]["message"]) == ("host0", "its node is gone")
     assert [(host.name, host.closed) for host in world.hosts] == [("host0", 0), ("host0-again", 1)]
+    assert world.driver.unclean == set()
 
 
 async def test_the_other_host_takes_over_where_none_can_be_had_in_a_lost_ones_place(tmp_path: Path) -> None:
@@ -399,7 +400,8 @@ async def test_with_no_host_left_the_rest_is_written_as_cancelled(tmp_path: Path
     ends = await world.ends()
     assert set(ends.outcomes) == {("passed", None), ("cancelled", "cancelled")}
     assert ends.outcomes.total() == 20
-    assert "`rollcage gc --job job-1` removes what it left" in world.text
+    assert "no host could be had in the place of host0" in world.text
+    assert world.driver.unclean == {"host0"}
 
 
 async def test_with_no_host_at_all_nothing_is_begun(tmp_path: Path) -> None:
@@ -478,7 +480,8 @@ async def test_a_host_that_does_not_close_well_is_told_of(tmp_path: Path) -> Non
     world.hosts[0].close = close  # type: ignore[method-assign]
     ends = await world.drive()
     assert ends.outcomes == {("passed", None): 8}
-    assert "a host did not close well: docker_timeout: no answer" in world.text
+    assert "host host0 did not close well: docker_timeout: no answer" in world.text
+    assert world.driver.unclean == {"host0"}
     assert world.hosts[1].closed == 1
 
 

@@ -156,16 +156,27 @@ def test_ctrl_c_once_what_runs_ends_and_is_written(start: Callable[..., Job], wr
     assert job.errors.read_text().count("interrupted") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_twice_all_is_cancelled_at_once(
-    start: Callable[..., Job], write_task: Any, number: signal.Signals
-) -> None:
+def test_ctrl_c_twice_all_is_cancelled_at_once(start: Callable[..., Job], write_task: Any) -> None:
     task = write_task("tasks/slow", toml=SETTINGS, solve="#!/bin/sh\nsleep 600\n")
     job = start("--tasks", task, "--agent", "oracle", "--samples", "4", "--concurrency", "2")
     job.until(lambda: len(job.containers("running")) == 2, "two sandboxes")
-    os.killpg(job.process.pid, number)
+    os.killpg(job.process.pid, signal.SIGINT)
     job.until(lambda: "interrupted: no more rollouts" in job.errors.read_text(), "the first")
-    job.process.send_signal(number)
+    os.killpg(job.process.pid, signal.SIGINT)
+    status, report = job.end()
+    assert status == 130
+    assert job.rollouts == {("cancelled", "cancelled"): 4}
+    assert report["finished"]
+
+
+@pytest.mark.parametrize("to", ["the job", "all of its processes"])
+def test_terminated_all_is_cancelled_at_once(start: Callable[..., Job], write_task: Any, to: str) -> None:
+    """`kill`; and `timeout`, systemd or SLURM, which end Ray's processes at the same time."""
+    task = write_task("tasks/slow", toml=SETTINGS, solve="#!/bin/sh\nsleep 600\n")
+    job = start("--tasks", task, "--agent", "oracle", "--samples", "4", "--concurrency", "2")
+    job.until(lambda: len(job.containers("running")) == 2, "two sandboxes")
+    kill = os.kill if to == "the job" else os.killpg
+    kill(job.process.pid, signal.SIGTERM)
     status, report = job.end()
     assert status == 130
     assert job.rollouts == {("cancelled", "cancelled"): 4}

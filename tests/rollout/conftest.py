@@ -60,7 +60,11 @@ class Rollouts:
         path = self._folder / uuid.uuid4().hex[:12]
         tables["environment"] = 'network_mode = "no-network"\n' + tables.get("environment", "")
         toml = root + "".join(f"\n[{name}]\n{body}\n" for name, body in tables.items())
-        contents = {"task.toml": toml, "environment/Dockerfile": dockerfile or self.dockerfile, **(files or {})}
+        contents = {
+            "task.toml": toml,
+            "environment/Dockerfile": dockerfile or self.dockerfile,
+            **(files or {}),
+        }
         contents.setdefault("instruction.md", "Write 42 to /app/answer.\n")
         if test is not None:
             contents["tests/test.sh"] = "#!/bin/sh\n" + test

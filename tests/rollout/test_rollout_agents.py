@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from rollcage.rollout.agents import run as agents_run
 from rollcage.rollout.agents.base import AgentContext
-from rollcage.rollout.agents.commands import add_turn, run_command
 from rollcage.rollout.outcome import Outcome, PolicyError, Stage
+from rollcage.rollout.policies.base import Completion, Policy, PolicySession
 from rollcage.rollout.trajectory import Attempt
 
 pytestmark = [pytest.mark.docker, pytest.mark.asyncio(loop_scope="module")]
@@ -35,49 +36,60 @@ class TestKilling:
     """An agent may kill whatever it can reach: its commands fail, its shell is replaced, its work is graded."""
 
     @pytest.mark.parametrize(
-        "command",
+        ("command", "workdir"),
         [
-            "kill -9 -1",
-            "kill -9 $$",
-            "kill -9 0",
-            "kill -TERM 1; kill -9 1",
-            "kill -STOP $$",
-            "exit",
-            "exec sleep 1",
+            ("kill -9 -1", "/tmp"),  # a process does not count itself
+            ("kill -TERM 1; kill -9 1", "/tmp"),
+            ("kill -STOP $$", "/tmp"),
+            ("kill -9 $$", "/app"),
+            ("kill -9 0", "/app"),
+            ("exit", "/app"),
+            ("exec sleep 1", "/app"),
         ],
     )
-    async def test_itself(self, rollouts: Any, command: str) -> None:
-        policy = rollouts.policy(f"cd /tmp\n{command}", f"pwd; {SOLVE}", "submit")
-        options = {"command_timeout_sec": 2}
-        attempt = await rollouts.attempt(rollouts.task(), "bash", policy=policy, agent_options=options)
+    async def test_itself(self, rollouts: Any, command: str, workdir: str) -> None:
+        policy = rollouts.policy(f"cd /tmp\n{command}", f"pwd; {SOLVE}\nsubmit")
+        attempt = await rollouts.attempt(rollouts.task(), "bash", policy=policy)
         assert_ended(attempt, Outcome.PASSED)
-        first, second = (turn.commands[0] for turn in attempt.trajectory.turns[:2])
-        lived_on = command == "kill -9 0"
-        if first.exit_code is None:
-            assert "shell" in first.note
-            assert first.note in [message.content.splitlines()[-1] for message in attempt.trajectory.messages]
-        assert second.exit_code == 0
-        assert second.stdout in ("/app\n", "/tmp\n") if lived_on else True
+        first, second = (turn.commands[0] for turn in attempt.trajectory.turns)
+        assert (second.exit_code, second.stdout) == (0, f"{workdir}\n")
+        if workdir == "/app":
+            assert first.exit_code is None
+            assert "the shell was replaced" in first.note
+            assert any(first.note in message.content for message in attempt.trajectory.messages)
 
     async def test_by_name(self, rollouts: Any) -> None:
         pkill = "for p in /proc/[0-9]*; do case $(tr '\\0' ' ' <$p/cmdline) in *sh*) kill -9 ${p#/proc/};; esac; done"
         policy = rollouts.policy(pkill, f"{SOLVE}\nsubmit")
         assert_ended(await rollouts.attempt(rollouts.task(), "bash", policy=policy), Outcome.PASSED)
 
-    async def test_everything_that_is_in_the_image(self, rollouts: Any) -> None:
+    async def test_as_a_user_that_is_not_root(self, rollouts: Any) -> None:
+        dockerfile = f"{rollouts.dockerfile}COPY --chown=games answer /app/answer\n"
+        files = {"environment/answer": "0\n"}
+        task = rollouts.task(dockerfile=dockerfile, files=files, agent='user = "games"')
+        agent = rollouts.shell_agent("id -un", "kill -9 -1; kill -9 $$", f"{SOLVE}; kill -9 1")
+        attempt = await rollouts.attempt(task, agent)
+        assert_ended(attempt, Outcome.PASSED)
+        assert attempt.trajectory.turns[0].commands[0].stdout == "games\n"
+
+    @pytest.mark.parametrize("everything", ["/", "/usr /bin /lib /lib64"])
+    async def test_everything_that_is_in_the_image(self, rollouts: Any, everything: str) -> None:
         task = rollouts.task()
-        agent = rollouts.shell_agent(SOLVE, "rm -rf --no-preserve-root / 2>/dev/null", "echo hello; ls")
+        agent = rollouts.shell_agent(SOLVE, f"rm -rf --no-preserve-root {everything} 2>/dev/null", "echo; ls")
         attempt = await rollouts.attempt(task, agent)
         assert_ended(attempt, Outcome.FAILED, "agent_killed_sandbox")
         assert attempt.reward.source == "agent_killed_sandbox"
         assert_ended(await rollouts.attempt(task), Outcome.PASSED)
 
     async def test_the_shell(self, rollouts: Any) -> None:
-        agent = rollouts.shell_agent(
-            SOLVE, "rm -f /bin/sh /bin/bash /bin/dash /usr/bin/sh /usr/bin/bash /usr/bin/dash"
-        )
+        """The verifier brings the image's own back."""
+        agent = rollouts.shell_agent(SOLVE, "rm -f /usr/bin/sh /usr/bin/bash /usr/bin/dash", "exit", "true")
         attempt = await rollouts.attempt(rollouts.task(), agent)
-        assert attempt.reward_valid, attempt.evidence
+        assert_ended(attempt, Outcome.PASSED, "agent_killed_sandbox")
+
+    async def test_what_keeps_the_time_of_its_sandbox(self, rollouts: Any) -> None:
+        agent = rollouts.shell_agent("rm -f /usr/bin/sleep", "exit", SOLVE)
+        assert_ended(await rollouts.attempt(rollouts.task(), agent), Outcome.PASSED)
 
 
 class TestLimitsOfTheSandbox:
@@ -89,6 +101,11 @@ class TestLimitsOfTheSandbox:
         assert attempt.evidence.said_by == "container state"
         assert attempt.evidence.oom_killed
         assert "48 MiB" in attempt.evidence.message
+
+    async def test_memory_as_a_user_that_is_not_root(self, rollouts: Any) -> None:
+        task = rollouts.task(environment="memory_mb = 48", agent='user = "games"')
+        attempt = await rollouts.attempt(task, rollouts.shell_agent(f"{EAT} | cat"))
+        assert_ended(attempt, Outcome.FAILED, "agent_oom")
 
     async def test_memory_and_the_tests_pass_all_the_same(self, rollouts: Any) -> None:
         policy = rollouts.policy(EAT, f"{SOLVE}\nsubmit")
@@ -271,6 +288,27 @@ class TestTime:
         assert_ended(attempt, Outcome.PASSED)
 
 
+class Behind:
+    """A policy whose every answer goes through `gate` first."""
+
+    def __init__(self, policy: Policy, gate: Callable[[Completion], Awaitable[None]]) -> None:
+        self.name = policy.name
+        self._policy = policy
+        self._gate = gate
+
+    def session(self, session_id: str, *, task: str, sample: int) -> PolicySession:
+        session = self._policy.session(session_id, task=task, sample=sample)
+        complete = session.complete
+
+        async def gated(*arguments: Any) -> tuple[Completion, int | None]:
+            completion, segment = await complete(*arguments)
+            await self._gate(completion)
+            return completion, segment
+
+        session.complete = gated  # type: ignore[method-assign]
+        return session
+
+
 class TestThePolicy:
     @pytest.mark.parametrize(
         ("options", "turns", "error_class"),
@@ -301,24 +339,22 @@ class TestThePolicy:
         assert "verify" not in attempt.phases
 
     async def test_what_it_asks_us_to_wait_is_kept(self, rollouts: Any) -> None:
-        async def run(context: AgentContext) -> None:
+        async def refuse(completion: Any) -> None:
             raise PolicyError("rate_limited", "slow down", retry_after_sec=17.0)
 
-        attempt = await rollouts.attempt(rollouts.task(), rollouts.agent(run))
-        assert (attempt.error_class, attempt.retry_after_sec) == ("rate_limited", 17.0)
+        policy = Behind(rollouts.policy(SOLVE), refuse)
+        attempt = await rollouts.attempt(rollouts.task(), "bash", policy=policy)
+        assert (attempt.outcome, attempt.error_class) == (Outcome.INVALID, "rate_limited")
+        assert attempt.retry_after_sec == 17.0
 
     async def test_a_long_wait_in_its_queue_makes_no_timeout(self, rollouts: Any) -> None:
-        answer = "```bash\n" + SOLVE + "\nsubmit\n```"
+        async def queue(completion: Any) -> None:
+            await asyncio.sleep(2.5)
 
-        async def run(context: AgentContext) -> None:
-            with context.clock.held():
-                await asyncio.sleep(2.5)
-            context.clock.charge(0.1)
-            await run_command(context, add_turn(context.trajectory, answer), SOLVE)
-
-        attempt = await rollouts.attempt(rollouts.task(), rollouts.agent(run), agent_timeout_sec=2)
+        policy = Behind(rollouts.policy({"text": f"```bash\n{SOLVE}\nsubmit\n```", "seconds": 0.1}), queue)
+        attempt = await rollouts.attempt(rollouts.task(), "bash", policy=policy, agent_timeout_sec=2)
         assert_ended(attempt, Outcome.PASSED)
-        assert attempt.infra_seconds == pytest.approx(2.4, abs=0.3)
+        assert attempt.infra_seconds == pytest.approx(2.5, abs=0.3)
 
     async def test_a_long_generation_is_the_agents_own_time(self, rollouts: Any) -> None:
         policy = rollouts.policy({"text": f"```bash\n{SOLVE}\n```", "seconds": 1.5})

@@ -1,0 +1,94 @@
+"""One host on the real engine, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollcage.cluster.host import HostSpec, SandboxHost, pack_task
+from rollcage.rollout.outcome import Outcome
+from rollcage.rollout.rollout import AttemptSpec
+from rollcage.rollout.sandbox.pool import SandboxSettings
+from rollcage.rollout.task import Task, load_task
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
+
+SETTINGS = '[environment]\nmemory_mb = 64\nnetwork_mode = "no-network"\n'
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[SandboxHost]:
+    host = SandboxHost(HostSpec("test-host", SandboxSettings(pids=128, deadline_sec=300.0)))
+    host.name = f"test-{host.name}"
+    await host.open()
+    yield host
+    await host.close()
+
+
+def spec(task: Task, number: int = 0, agent: str = "oracle") -> AttemptSpec:
+    return AttemptSpec(f"test-{id(task):x}-{number}", "test-host", task, number, 1, agent)
+
+
+async def test_copies_of_a_task_keep_their_own_names(host: SandboxHost, write_task: Any) -> None:
+    tasks = [load_task(write_task(f"tasks/{name}", toml=SETTINGS)) for name in ("first", "second")]
+    assert tasks[0].digest == tasks[1].digest
+    for task in tasks:
+        assert (await host.prepare(task)).error_class is None
+    attempts = await asyncio.gather(*(host.run(spec(task), None) for task in tasks))
+    assert [(attempt.task, attempt.outcome) for attempt in attempts] == [
+        ("first", Outcome.PASSED),
+        ("second", Outcome.PASSED),
+    ]
+
+
+async def test_a_host_without_the_tasks_files_asks_for_them(
+    host: SandboxHost, write_task: Any, tmp_path: Path
+) -> None:
+    root = write_task("here/one", toml=SETTINGS)
+    (root / "tests/link").symlink_to("test.sh")
+    (root / "solution/solve.sh").chmod(0o777)
+    task = dataclasses.replace(load_task(root), name="called/otherwise")
+    files = pack_task(task)
+    shutil.move(root, tmp_path / "gone")
+    assert (await host.prepare(task)).wants_files
+    prepared = await host.prepare(task, files)
+    assert (prepared.error_class, prepared.wants_files) == (None, False)
+    attempt = await host.run(spec(task), None)
+    assert (attempt.task, attempt.task_digest) == ("called/otherwise", task.digest)
+    assert attempt.outcome is Outcome.PASSED, attempt.evidence
+
+
+async def test_other_files_at_the_same_path_are_not_taken_for_the_task(
+    host: SandboxHost, write_task: Any
+) -> None:
+    task = load_task(write_task("tasks/one", toml=SETTINGS))
+    write_task("tasks/one", toml=SETTINGS, solve="#!/bin/sh\nexit 1\n")
+    assert (await host.prepare(task)).wants_files
+
+
+async def test_an_image_that_does_not_build_is_an_answer_and_no_exception(
+    host: SandboxHost, write_task: Any
+) -> None:
+    dockerfile = "FROM debian:bookworm-slim\nRUN exit 7\n"
+    prepared = await host.prepare(load_task(write_task("tasks/one", dockerfile=dockerfile)))
+    assert prepared.error_class == "image_build"
+    assert prepared.evidence is not None
+
+
+@pytest.mark.parametrize("running", [False, True])
+async def test_an_attempt_that_is_cancelled_ends_in_its_record(
+    host: SandboxHost, write_task: Any, running: bool
+) -> None:
+    task = load_task(write_task("tasks/one", toml=SETTINGS, solve="#!/bin/sh\nsleep 600\n"))
+    assert (await host.prepare(task)).error_class is None
+    attempt = asyncio.ensure_future(host.run(spec(task), None))
+    await asyncio.sleep(1.0 if running else 0)  # 0: it is there and has not begun
+    await host.cancel()
+    ended = await attempt
+    assert (ended.outcome, ended.error_class) == (Outcome.CANCELLED, "cancelled")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -92,18 +93,26 @@ async def clean_up_after(hosts: Iterable[str], docker_host: str | None) -> None:
 async def collect_garbage(
     docker_host: str | None, *, job: str | None, everything: bool, images: bool
 ) -> dict[str, int]:
-    """Remove what is past its deadline, or all of a job's, or all of ours. Counts by kind."""
+    """Remove what is past its deadline, and all of hosts whose process on this machine is dead; or all of a job's,
+    or all of ours. Counts by kind. Raises `CouldNotRun`, and `InputError` for a job that has nothing there."""
     from rollcage.rollout.sandbox.engine import Engine
-    from rollcage.rollout.sandbox.reaper import reap
+    from rollcage.rollout.sandbox.reaper import dead_hosts, hosts_of, reap
 
+    now = float("inf") if everything else time.time()
+    counts: Counter[str] = Counter(containers=0, networks=0, images=0)
     try:
         engine = Engine(docker_host)
         try:
-            reaped = await reap(
-                engine, host=None, job=job, now=float("inf") if everything else time.time(), images=images
-            )
+            hosts: set[str] = await (hosts_of(engine, job) if job else dead_hosts(engine))
+            if job and not hosts:
+                raise InputError(
+                    f"no sandbox on this engine is of a job called {job!r}: job.json has a job's name"
+                )
+            for host in hosts:
+                counts.update(asdict(await reap(engine, host=host, job=None, now=now)))
+            counts.update(asdict(await reap(engine, host=None, job=None, now=now, images=images)))
         finally:
             engine.close()
     except SandboxError as error:
         raise CouldNotRun.because(error) from error
-    return asdict(reaped)
+    return dict(counts)

@@ -83,6 +83,9 @@ def run(
     skip_unready: Annotated[
         bool, typer.Option("--skip-unready", help="Leave out tasks whose variables are not set.")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run that the run directory holds.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a job: every task by every agent, SAMPLES times."""
@@ -99,6 +102,7 @@ def run(
         overrides=overrides or [],
         address=address,
         skip_unready=skip_unready,
+        overwrite=overwrite,
     )
     with redirect_stdout(sys.stderr):  # Ray prints there, and so may an agent
         result = run_job(options, err)

@@ -213,7 +213,11 @@ def _cross_check(config: JobConfig) -> Iterator[tuple[Where, str, str]]:
             else iter(glob.glob(glob.escape(tasks)))
         )
         if next(iter(found), None) is None:
-            yield ("tasks", place), f"there is no {tasks}", "paths start at the file's own folder"
+            yield (
+                ("tasks", place),
+                f"there is no {tasks}",
+                "paths start at the job file's folder, and on the command line where you are",
+            )
         if tasks in config.tasks[:place]:
             yield ("tasks", place), f"{tasks} is there twice", "keep one; `samples` asks for more rollouts"
     labels = Counter(agent.called for agent in config.agents)
@@ -242,7 +246,7 @@ def _check_agent(config: JobConfig, agent: AgentConfig, where: Where) -> Iterato
         if ":" not in agent.name and agent.name not in known_agents():
             yield (*where, "name"), f"no agent is called {agent.name!r}", nearest(agent.name, known_agents())
         else:
-            yield (*where, "options"), str(error), "see the agent's own documentation"
+            yield where, str(error), "see the agent's own documentation"
         return
     if agent.policy is not None and agent.policy not in config.policies:
         remedy = nearest(agent.policy, config.policies) if config.policies else "describe it under `policies`"

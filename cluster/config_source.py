@@ -93,7 +93,9 @@ def read_yaml(path: Path) -> Source:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError([f"{path}: cannot be read: {said} (name the YAML file of a job)"]) from error
+        raise ConfigError(
+            [f"{path}: cannot be read: {said} (name the YAML file of a job; give tasks with --tasks)"]
+        ) from error
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()

@@ -34,6 +34,9 @@ from rollcage.rollout.trajectory import Attempt
 
 T = TypeVar("T")
 
+HEARTBEAT_SEC = 5.0
+"""How often progress is shown while nothing ends."""
+
 GRACE_SEC = 30.0
 """How long attempts may go on after the first interrupt."""
 
@@ -137,11 +140,13 @@ class Driver:
                 await self._settle()
                 raise HostLost("every host is lost and none could be had in its place")
             due = self._scheduler.wake_at()
+            wait = HEARTBEAT_SEC if due is None else min(HEARTBEAT_SEC, max(0.0, due - time.monotonic()))
             try:
-                async with asyncio.timeout(None if due is None else max(0.0, due - time.monotonic())):
+                async with asyncio.timeout(wait):
                     await self._changed.wait()
             except TimeoutError:
-                continue
+                counts = self._scheduler.counts()
+                self._progress.show(counts.in_flight, counts.preparing)
 
     def _decide(self) -> None:
         now = time.monotonic()

@@ -126,7 +126,7 @@ async def _try(
             host = SandboxHost(host_spec(config, plan, policies), emit=emit)
             await host.open()
             try:
-                attempt = await _attempt(plan, host, key, keep)
+                attempt = await _attempt(plan, host, key, keep, emit)
                 show(attempt)
                 if keep and attempt.attempt_id and attempt.outcome is not Outcome.CANCELLED:
                     seen = asyncio.Event()
@@ -138,10 +138,13 @@ async def _try(
                 await host.close()
 
 
-async def _attempt(plan: JobPlan, host: SandboxHost, key: RolloutKey, keep: bool) -> Attempt:
+async def _attempt(
+    plan: JobPlan, host: SandboxHost, key: RolloutKey, keep: bool, emit: Callable[[str], None]
+) -> Attempt:
     """One attempt, or the record of why there is none."""
     [task] = plan.tasks.values()
     policy = plan.agents[0].policy
+    emit(f"preparing {task.name}")
     prepared = await host.prepare(task)
     if prepared.error_class is None:
         assignment = Assignment(key, 1, host.name, f"try-{plan.job}")

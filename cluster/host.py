@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
-import socket
 import tarfile
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +24,7 @@ from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.rollout import AttemptSpec, run_attempt
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.pool import SandboxPool, SandboxSettings
-from rollcage.rollout.sandbox.reaper import reap
+from rollcage.rollout.sandbox.reaper import dead_hosts, host_name, reap
 from rollcage.rollout.task import Task, load_task, task_digest
 from rollcage.rollout.trajectory import Attempt
 from rollcage.verifier.verify import TestsVerifier
@@ -91,7 +89,7 @@ class SandboxHost:
     """One Docker Engine and what runs on it for one job. Implements `HostClient`."""
 
     def __init__(self, spec: HostSpec, *, emit: Callable[[str], None] = lambda _line: None) -> None:
-        self.name = f"{socket.gethostname()[:40]}-{uuid.uuid4().hex[:8]}"
+        self.name = host_name()
         self._spec = spec
         self._emit = emit
         self._running: dict[str, asyncio.Task[Attempt]] = {}
@@ -100,14 +98,16 @@ class SandboxHost:
 
     async def open(self, after: str | None = None) -> str:
         """Reach the engine and return this host's name. What is past its deadline there is removed, and
-        everything of the host called `after`, whose place this one takes.
+        everything of hosts whose process is dead, and of the one called `after`, whose place this one takes.
 
         Raises `SandboxError` where the engine does not answer.
         """
         spec = self._spec
         self._engine = await asyncio.to_thread(Engine, spec.sandbox.docker_host)
         try:
-            await reap(self._engine, host=after, job=None, now=time.time())
+            gone = await dead_hosts(self._engine)
+            for host in (*gone, after):
+                await reap(self._engine, host=host, job=None, now=time.time())
         except BaseException:
             self._engine.close()
             raise

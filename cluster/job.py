@@ -47,6 +47,7 @@ class RunOptions:
     overrides: list[str]
     address: str | None
     skip_unready: bool
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def run_job(options: RunOptions, console: Console) -> RunResult:
     run = Path(config.output or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     job = {"job": plan.job, "config": config.model_dump(mode="json"), "tasks": _task_list(plan)}
     try:
-        ledger = Ledger.create(run, job)
+        ledger = Ledger.create(run, job, overwrite=options.overwrite)
     except (RunError, OSError) as error:
         raise InputError(str(error)) from error
     try:

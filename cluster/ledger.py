@@ -125,8 +125,8 @@ class Ledger:
             on_error.callback(os.close, lock)
             if location.exists() and not overwrite:
                 raise RunExists(
-                    f"{location} holds a run already: name another directory, go on with that run, "
-                    "or say that it is to be overwritten"
+                    f"{location} holds a run already: name another directory with --output, "
+                    "or have it overwritten with --overwrite"
                 )
             location.erase()
             location.write_json("job.json", dict(job))

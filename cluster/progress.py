@@ -62,26 +62,30 @@ class JobProgress:
         self._outcomes[outcome.value] += 1
         self.show(in_flight)
 
-    def show(self, in_flight: int) -> None:
+    def show(self, in_flight: int, preparing: int = 0) -> None:
         """Bring the bar up to date; print a line where there is none and the last is old."""
         done = self._outcomes.total()
         now = time.monotonic()
-        self._bar.update(self._row, completed=done, counts=self._counts(in_flight, now, markup=True))
+        self._bar.update(
+            self._row, completed=done, counts=self._counts(in_flight, preparing, now, markup=True)
+        )
         if not self._console.is_terminal and (now - self._last_line >= LINE_SEC or done == self._total):
             self._last_line = now
             self._console.print(
-                f"{done}/{self._total} rollouts, {self._counts(in_flight, now, markup=False)}",
+                f"{done}/{self._total} rollouts, {self._counts(in_flight, preparing, now, markup=False)}",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,
             )
 
-    def _counts(self, in_flight: int, now: float, *, markup: bool) -> str:
+    def _counts(self, in_flight: int, preparing: int, now: float, *, markup: bool) -> str:
         parts = []
         for outcome, colour in _COLOURS.items():
             if count := self._outcomes[outcome]:
                 parts.append(f"[{colour}]{count} {outcome}[/]" if markup else f"{count} {outcome}")
         parts.append(f"{in_flight} in flight")
+        if preparing:
+            parts.append(f"{preparing} images in the making")
         parts.append(f"{self._outcomes.total() / max(now - self._started, 1e-9):.1f}/s")
         parts += [f"retried {name} {count}" for name, count in self._retries.most_common(3)]
         return ", ".join(parts)

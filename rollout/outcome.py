@@ -25,6 +25,7 @@ Four mechanisms, each in one place:
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -189,6 +190,8 @@ TABLE: tuple[ErrorClass, ...] = (
     ErrorClass("cancelled", Domain.SERVICE, _ANY, "the job or the rollout was called off", "rollcage"),
 )  # fmt: skip
 
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
+
 BY_NAME: dict[str, ErrorClass] = {row.name: row for row in TABLE}
 
 
@@ -236,8 +239,9 @@ class Evidence:
 
 
 def _printable(text: str) -> str:
-    """Text that any UTF-8 reader accepts (lone surrogates replaced)."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    """Text that any UTF-8 reader and any terminal may be given: lone surrogates replaced, escape sequences and
+    other control characters left out."""
+    return _CONTROL.sub("", text.encode("utf-8", "replace").decode("utf-8"))
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ each attempt with the job's options as keyword arguments, and run once for each 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -19,6 +20,12 @@ from rollcage.rollout.task import Step, Task
 from rollcage.rollout.trajectory import Trajectory
 
 GROUP = "rollcage.agents"
+
+_USER_ERRORS = (
+    ArithmeticError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, SyntaxError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What the code of a user's agent may raise while it is imported or made."""
 
 
 @dataclass
@@ -60,13 +67,18 @@ class Agent(Protocol):
 def load_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
     """Make the agent called `name`, or found at `module:Class`.
 
-    Raises `ValueError` with the known names where there is none, or where it does not take the options.
+    Raises `ValueError` with the known names where there is none, where it does not take the options, and where
+    it is no agent.
     """
     factory = _find(name)
     try:
         agent: Agent = factory(**(options or {}))
     except TypeError as error:
         raise ValueError(f"agent {name!r} does not take these options: {error}") from error
+    except _USER_ERRORS as error:
+        raise ValueError(f"agent {name!r} cannot be made: {type(error).__name__}: {error}") from error
+    if not hasattr(agent, "needs_policy") or not inspect.iscoroutinefunction(getattr(agent, "run", None)):
+        raise ValueError(f"{name!r} is no agent: it needs `needs_policy = True or False` and `async def run`")
     return agent
 
 
@@ -85,5 +97,7 @@ def _find(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"agent {name!r} cannot be imported: {error}") from error
+    except _USER_ERRORS as error:
+        said = f"{type(error).__name__}: {error}"
+        where = "a module is looked for in the working directory and among what is installed"
+        raise ValueError(f"agent {name!r} cannot be imported: {said} ({where})") from error

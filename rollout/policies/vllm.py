@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,6 +97,7 @@ class VllmEngine:
         self._engine_args = dict(engine_args or {})
         self._timeout_sec = request_timeout_sec
         self._llm: Any = None
+        self._sockets: str | None = None
         self._leash: Leash | None = None
 
     async def start(self) -> None:
@@ -155,8 +158,14 @@ class VllmEngine:
     async def close(self) -> None:
         """Stop the engine and its process. Closing it twice is no error."""
         llm, self._llm = self._llm, None
-        if llm is None:
-            return
+        try:
+            if llm is not None:
+                await self._stop(llm)
+        finally:
+            if self._sockets is not None:
+                shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def _stop(self, llm: Any) -> None:
         if llm.output_handler is not None:  # else it reports the engine's end as a failure
             llm.output_handler.cancel()
             await asyncio.wait([llm.output_handler])
@@ -189,6 +198,8 @@ class VllmEngine:
     def _load(self) -> Any:
         for name, value in QUIET_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        self._sockets = tempfile.mkdtemp(prefix="rollcage-vllm-")
+        os.environ["VLLM_RPC_BASE_PATH"] = self._sockets  # it leaves its sockets there
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM

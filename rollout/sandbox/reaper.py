@@ -6,12 +6,17 @@ lacks the label is never touched, whatever its name.
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import psutil
 import requests
 from docker.errors import APIError, NotFound
 
@@ -33,6 +38,12 @@ KILLED_STEP_SEC = 10.0
 
 LONGEST_BUILD_SEC = 24 * 3600.0
 """An unfinished image of another host is left over once it is older than any build."""
+
+
+CLOCK_SEC = 5
+"""A process's start is computed from the boot's, which moves a little when the clock is set."""
+
+_NAME = re.compile(r"(.*)-(\d+)-([0-9a-f]+)-[0-9a-f]{4}")
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,47 @@ async def reap(
     networks = await remove_networks(engine, host, now=now)
     unfinished = await remove_dangling_images(engine, host, now=now)
     return Reaped(removed, networks, unfinished + (await _remove_built_images(engine, host) if images else 0))
+
+
+def host_name() -> str:
+    """A new host's name. It says whose the host is: this machine's, and which process of it."""
+    return f"{_machine()}-{os.getpid()}-{_start(os.getpid()):x}-{uuid.uuid4().hex[:4]}"
+
+
+async def dead_hosts(engine: Engine) -> set[str]:
+    """The hosts that have something on the engine, and whose process on this machine is gone. Nothing is said of
+    hosts of other machines. Raises `SandboxError`."""
+    wanted = {"label": HOST_LABEL}
+    containers = await engine.call("list containers", lambda api: api.containers(all=True, filters=wanted))
+    networks = await engine.call("list networks", lambda api: api.networks(filters=wanted))
+    labels = [found.get("Labels") or {} for found in (*containers, *networks)]
+    return {host for host in (label.get(HOST_LABEL, "") for label in labels) if _is_dead(host)}
+
+
+async def hosts_of(engine: Engine, job: str) -> set[str]:
+    """The hosts that have containers of this job. Raises `SandboxError`."""
+    wanted = {"label": f"{JOB_LABEL}={job}"}
+    containers = await engine.call("list containers", lambda api: api.containers(all=True, filters=wanted))
+    return {(found.get("Labels") or {}).get(HOST_LABEL, "") for found in containers} - {""}
+
+
+def _machine() -> str:
+    return socket.gethostname()[:40]
+
+
+def _start(pid: int) -> int:
+    """Unix seconds at which a process started. Raises `psutil.NoSuchProcess`."""
+    return int(psutil.Process(pid).create_time())
+
+
+def _is_dead(host: str) -> bool:
+    name = _NAME.fullmatch(host)
+    if name is None or name[1] != _machine():
+        return False
+    try:
+        return abs(_start(int(name[2])) - int(name[3], 16)) > CLOCK_SEC
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def remove_networks(engine: Engine, host: str | None, *, now: float) -> int:

@@ -51,9 +51,10 @@ rc_tick() {
   # In a trap, bash forgets the status of its own exit.
   [ "$rc_left" -gt 0 ] || exec sh -c 'exit 124'
   rc_look "$rc_timer" && case $rc_state in Z | X) ;; *) return 0 ;; esac
-  # One a second: where `sleep` is gone, or is not what it was, each would end at once and ask for the next.
-  [ "$rc_left" != "$rc_ticked" ] || return 0
-  rc_ticked=$rc_left
+  # Nine a second: where `sleep` is gone, or is not what it was, each ends at once and asks for the next.
+  [ "$rc_left" = "$rc_ticked" ] || { rc_ticked=$rc_left; rc_ticks=0; }
+  rc_ticks=$((rc_ticks + 1))
+  [ "$rc_ticks" -lt 10 ] || return 0
   command eval 'sleep "$rc_left" 7<&- 8>&- 9>&- & rc_timer=$!'
 }
 
@@ -163,7 +164,7 @@ rc_clear() {
   rc_busy='' rc_cleared=1
 }
 
-rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline='' rc_timer='' rc_ticked='' rc_busy='' rc_home=$PWD
+rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline='' rc_timer='' rc_ticked='' rc_ticks=0 rc_busy='' rc_home=$PWD
 if [ -n "$rc_limit" ]; then
   read -r rc_now rc_rest </proc/uptime
   rc_deadline=$((${rc_now%%.*} + rc_limit))

@@ -156,10 +156,10 @@ class TestAVerifierOfItsOwn:
     async def test_whose_image_cannot_be_built(self, rollouts: Any) -> None:
         task = self.separate(rollouts)
         dockerfile = task.path / "tests" / "Dockerfile"
-        dockerfile.write_text(dockerfile.read_text() + "RUN exit 9\n")
+        dockerfile.write_text(dockerfile.read_text() + "COPY nothing-there /\n")
         attempt = await rollouts.attempt(task)
         assert (attempt.outcome, attempt.error_class) == (Outcome.INVALID, "image_build")
-        assert attempt.evidence.exit_code == 9
+        assert "nothing-there" in attempt.evidence.message
 
     async def test_has_both_sandboxes_while_it_runs(self, rollouts: Any) -> None:
         names: list[str] = []

@@ -246,7 +246,8 @@ def _check_agent(config: JobConfig, agent: AgentConfig, where: Where) -> Iterato
         if ":" not in agent.name and agent.name not in known_agents():
             yield (*where, "name"), f"no agent is called {agent.name!r}", nearest(agent.name, known_agents())
         else:
-            yield where, str(error), "see the agent's own documentation"
+            setting = "options" if "these options" in str(error) else "name"
+            yield (*where, setting), str(error), "see the agent's own documentation"
         return
     if agent.policy is not None and agent.policy not in config.policies:
         remedy = nearest(agent.policy, config.policies) if config.policies else "describe it under `policies`"

@@ -153,7 +153,7 @@ def test_wrong_values_are_refused_with_their_line(job, line: str, said: str) -> 
         ),
         (
             "tasks: tasks\nagent: no.module:Agent",
-            "job.yaml:2: agents.0.options: agent 'no.module:Agent' cannot be",
+            "job.yaml:2: agents.0.name: agent 'no.module:Agent' cannot be",
         ),
         ("tasks: tasks\nagent: bash", "job.yaml:2: agents.0: agent 'bash' needs a policy and names none"),
         (

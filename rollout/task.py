@@ -71,6 +71,11 @@ def check_task(path: Path) -> tuple[Task | None, list[Problem]]:
     Files are named as `path` has them, in the order in which they were looked at.
     """
     problems: list[Problem] = []
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        shown = str(path).encode("utf-8", "backslashreplace").decode()
+        return None, [Problem(shown, None, "has a name that is not UTF-8", "rename the directory")]
     if not path.is_dir():
         there = "is not a directory" if os.path.lexists(path) else "does not exist"
         return None, [Problem(str(path), None, there, "give the path of a task's directory")]

@@ -7,11 +7,12 @@ is run; only then are its shell and `rm` asked to take the rest away.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rollcage.rollout.outcome import Evidence, VerifierError
-from rollcage.rollout.sandbox.base import Sandbox, Shell
+from rollcage.rollout.sandbox.base import CommandResult, Sandbox, Shell
 from rollcage.verifier.plants import (
     PRELOAD,
     SYSTEM_BIN,
@@ -45,6 +46,9 @@ async def distrust(sandbox: Sandbox, user: str | int | None, tests: Sequence[Pat
         await sandbox.write({PRELOAD: b""})
     if first.restore:
         await sandbox.restore(first.restore)
+    if first.remove or first.shadows:
+        # By the image's own sh, before anything is looked for on a PATH in which a plant may stand first.
+        await _removed(partial(_system, sandbox), first.remove, first.shadows)
     path, home = await _facts(await sandbox.shell(user))
     plants = find_plants(changes, workdir=workdir, path=path, home=home)
     late = [name for name in plants.restore if name not in first.restore]
@@ -61,7 +65,7 @@ async def _take_away(sandbox: Sandbox, plants: Plants, tests: Sequence[Path]) ->
     texts = await _texts(root, [*startup, *plants.plugins])
     remove = [*plants.remove, *(name for name in startup if runs_code(texts.get(name, "")))]
     put_back = [name for name in remove if startup.get(name)]
-    await _removed(root, remove, plants.shadows)
+    await _removed(partial(root.run, timeout=HOUSEKEEPING_SEC), remove, plants.shadows)
     if put_back:
         await sandbox.restore(put_back)
     entry_points = {name: texts[name] for name in plants.plugins if name in texts}
@@ -91,7 +95,17 @@ async def _texts(shell: Shell, paths: Sequence[str]) -> dict[str, str]:
     return dict(zip(parts[0::2], parts[1::2], strict=False))
 
 
-async def _removed(shell: Shell, paths: Sequence[str], shadows: Sequence[tuple[str, Sequence[str]]]) -> None:
+async def _system(sandbox: Sandbox, command: str) -> CommandResult:
+    argv = ["/bin/sh", "-c", command]
+    env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    return await sandbox.exec(argv, user="0", env=env, timeout=HOUSEKEEPING_SEC)
+
+
+async def _removed(
+    run: Callable[[str], Awaitable[CommandResult]],
+    paths: Sequence[str],
+    shadows: Sequence[tuple[str, Sequence[str]]],
+) -> None:
     lines = []
     if paths:
         lines.append(f"rm -rf -- {_words(paths)}")
@@ -100,7 +114,7 @@ async def _removed(shell: Shell, paths: Sequence[str], shadows: Sequence[tuple[s
         lines.append(f"if {there}; then rm -rf -- {shlex.quote(program)}; fi")
     if not lines:
         return
-    result = await shell.run(f"( {' && '.join(lines)} )", timeout=HOUSEKEEPING_SEC)
+    result = await run(f"( {' && '.join(lines)} )")
     if result.exit_code != 0:
         said = "what the agent planted for the verifier cannot be removed"
         raise VerifierError(

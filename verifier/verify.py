@@ -80,17 +80,23 @@ class TestsVerifier:
         `agent_killed_sandbox` where no shell starts any more: the agent had one.
         """
         keep = any(fnmatchcase(task.name, pattern) for pattern in self.keep_processes)
-        await (sandbox.end_shells() if keep else sandbox.stop_processes())
+        stop = sandbox.end_shells if keep else sandbox.stop_processes
+        await stop()
         tests = _directories(step)
         last = step.name == task.steps[-1].name
         try:
             options = await distrust(sandbox, step.verifier.user, tests) if self.image_tools else ""
+            await stop()  # a planted tool may have run before it was taken away
             reward = await self._graded(sandbox, step, tests, options, keep=keep and not last)
             if not last:
                 await _emptied(await sandbox.shell(0), (TESTS, LOGS), open_to_all=False)
         except SandboxError as error:
-            if error.error_class != "container_config":
+            if error.error_class not in ("container_config", "container_start"):
                 raise
+            if await _root_has_a_shell(sandbox):
+                if error.error_class == "container_start":
+                    raise
+                raise VerifierError("verifier_crash", error.message, error.evidence) from error
             raise SandboxError("agent_killed_sandbox", error.message, error.evidence) from error
         return reward
 
@@ -150,6 +156,14 @@ class TestsVerifier:
                 error.error_class, error.message, _evidence(error.message, result, tail)
             ) from None
         return replace(reward, output_tail=tail, test_ids=await _test_ids(sandbox, _text(result.stderr)))
+
+
+async def _root_has_a_shell(sandbox: Sandbox) -> bool:
+    """Whether it is the verifier's user that is missing, and not the system."""
+    try:
+        return (await (await sandbox.shell(0)).run("true", timeout=HOUSEKEEPING_SEC)).exit_code == 0
+    except SandboxError:
+        return False
 
 
 def _directories(step: Step) -> list[Path]:

@@ -21,12 +21,15 @@ async def run_command(
     *,
     timeout: float | None = None,
     output_bytes: int = OUTPUT_BYTES,
+    recorded_as: str | None = None,
 ) -> CommandResult:
     """Run `command` in the agent's shell as one of `turn`. It is in the trajectory before it runs, so that one
-    that was under way when the attempt ended is seen too: its exit code is None."""
-    record = CommandRecord(command, None, "", "", 0.0, note="[the attempt ended while this command ran]")
+    that was under way when the attempt ended is seen too: its exit code is None. `recorded_as` is what the
+    trajectory holds in the place of a command that has secrets in it."""
+    shown = command if recorded_as is None else recorded_as
+    record = CommandRecord(shown, None, "", "", 0.0, note="[the attempt ended while this command ran]")
     turn.commands.append(record)
-    context.emit(f"$ {command}")
+    context.emit(f"$ {shown}")
     result = await context.shell.run(command, timeout=timeout, output_bytes=output_bytes)
     record.exit_code = result.exit_code
     record.stdout = result.stdout.decode("utf-8", "replace")

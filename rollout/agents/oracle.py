@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from rollcage.rollout.task import ignore_patterns, resolve_env
 
 SOLUTION = "/solution"
 SCRIPT = f"{SOLUTION}/solve.sh"
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class OracleAgent:
@@ -34,9 +37,15 @@ class OracleAgent:
         await context.sandbox.upload(solution, SOLUTION, exclude=ignore_patterns(solution))
         if (script := _repaired(solution / "solve.sh")) is not None:
             await context.sandbox.write({SCRIPT: script}, mode=0o755)
+        for name in context.task.solution_env:
+            if not _NAME.fullmatch(name):
+                said = f"[solution.env] of {context.task.name}: {name!r} cannot be a variable's name"
+                raise TaskError("task_malformed", said, Evidence(said, "task files"))
         settings = resolve_env(context.task.solution_env, context.environ)
         env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(settings.items()))
-        result = await run_command(context, add_turn(context.trajectory), f"{env}{SCRIPT}")
+        result = await run_command(
+            context, add_turn(context.trajectory), f"{env}{SCRIPT}", recorded_as=SCRIPT
+        )
         context.emit(f"solve.sh ended with status {result.exit_code}")
 
 

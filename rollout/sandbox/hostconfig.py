@@ -34,6 +34,23 @@ OOM_SCORE_ADJ = 500
 """When the host runs out of memory, sandboxes die before what serves them. Their own processes stand at
 1000, so that PID 1 is the last to go within one."""
 
+MASKED_PATHS = (
+    "/proc/1/mem",
+    "/proc/1/task/1/mem",
+    "/proc/asound",
+    "/proc/acpi",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/sys/firmware",
+    "/sys/devices/virtual/powercap",
+)
+"""The engine's own list, and the memory of PID 1, which an agent that is root could otherwise write."""
+
 MIB = 1 << 20
 
 
@@ -72,6 +89,7 @@ def _host_config(spec: SandboxSpec) -> dict[str, Any]:
         "SecurityOpt": ["no-new-privileges"],
         "CapDrop": ["ALL"],
         "CapAdd": list(KEPT_CAPABILITIES),
+        "MaskedPaths": list(MASKED_PATHS),
         # No limit on open files: an engine refuses one above its own, which it does not tell.
         "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
     }

@@ -36,6 +36,7 @@ agent that lists processes is to see short lines."""
 _MARKS = 1 << 40
 """Commands are numbered from here, as a soft limit in KiB on the resident set: far above any memory, because
 GNU sort, for one, looks at it."""
+_STATUS = re.compile(rb"[0-9]{1,3}")
 _STATEMENT = re.compile(rb"ready \d+ (bash|sh)|ended \d+ \d+ \d+ [01]|interrupted|oom \d+")
 _STAND_INS = tuple(bytes([byte]) for byte in (*range(0x1E, 0x0D, -1), *range(8, 1, -1)))
 
@@ -218,7 +219,7 @@ class Link:
                 self._hear_end(command, stream, *map(int, values))
             elif stream == STDOUT:
                 self._hear_word(kind, values)
-        elif command is not None and word == command.word and rest.isdigit():
+        elif command is not None and word == command.word and _STATUS.fullmatch(rest):
             command.exit_code = int(rest)
             self._complete(command, stream)
         self._wake()

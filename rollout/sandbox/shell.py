@@ -24,6 +24,9 @@ from rollcage.rollout.sandbox.link import Command, Link, LinkClosed, quoted
 
 GRACE_SEC = 2.0
 """From the first step of stopping a command to the second. The first takes 10 to 50 ms on an idle machine."""
+START_SEC = 90.0
+"""For a shell to start and answer, which takes milliseconds, and to end what an earlier command left. Past this
+there is none: an agent may have taken away what a shell needs, PID 1's timer among it."""
 START_TRIES = 3
 """What an earlier command left running may end a shell that has just started."""
 STREAM_STDIN_BYTES = 1 << 20
@@ -125,23 +128,35 @@ class DockerShell:
         """Make the link's shell this one's: alive, idle, with the environment."""
         exports = "; ".join(f"export {name}={_word(value)}" for name, value in self._env.items())
         try:
-            if link.command is not None and not link.command.done:
-                await self._stop(link, link.command)
-            link.command = None
-            for _ in range(START_TRIES):
-                if link.plain:
-                    await link.become_shell()
-                if link.owner is self and not self._stale_env:
-                    return
-                command = await link.ask(exports or ":")
-                if not command.shell_ended:
-                    self._started = True
-                    self._stale_env = False
-                    link.owner = self
-                    return
+            async with asyncio.timeout(START_SEC):
+                command = await self._ready(link, exports or ":")
+        except TimeoutError:
+            error_class = "agent_killed_sandbox" if self._started else "container_start"
+            said = f"no shell of the sandbox answers within {START_SEC:.0f} s"
+            raise await self._owner.loss() or SandboxError(error_class, said) from None
         except LinkClosed:
             raise await self._owner.loss() or _no_shell(self._started, "its stream has ended") from None
-        raise await self._owner.loss() or _no_shell(self._started, _text(command))
+        if command is not None:
+            raise await self._owner.loss() or _no_shell(self._started, _text(command))
+
+    async def _ready(self, link: Link, exports: str) -> Command | None:
+        """See `_prepare`. Returns the last try where none has succeeded."""
+        if link.command is not None and not link.command.done:
+            await self._stop(link, link.command)
+        link.command = None
+        command = None
+        for _ in range(START_TRIES):
+            if link.plain:
+                await link.become_shell()
+            if link.owner is self and not self._stale_env:
+                return None
+            command = await link.ask(exports)
+            if not command.shell_ended:
+                self._started = True
+                self._stale_env = False
+                link.owner = self
+                return None
+        return command
 
     async def _stop(self, link: Link, command: Command) -> None:
         """End the command in hand, or the shell with it."""

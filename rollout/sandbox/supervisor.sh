@@ -51,10 +51,9 @@ rc_tick() {
   # In a trap, bash forgets the status of its own exit.
   [ "$rc_left" -gt 0 ] || exec sh -c 'exit 124'
   rc_look "$rc_timer" && case $rc_state in Z | X) ;; *) return 0 ;; esac
-  # Nine a second: where `sleep` is gone, or is not what it was, each ends at once and asks for the next.
-  [ "$rc_left" = "$rc_ticked" ] || { rc_ticked=$rc_left; rc_ticks=0; }
-  rc_ticks=$((rc_ticks + 1))
-  [ "$rc_ticks" -lt 10 ] || return 0
+  # Where `sleep` is gone, or is not what it was, each ends at once and asks for the next: after some, one a second.
+  [ "$rc_ticks" -lt 20 ] || [ "$rc_left" != "$rc_ticked" ] || return 0
+  rc_ticks=$((rc_ticks + 1)) rc_ticked=$rc_left
   command eval 'sleep "$rc_left" 7<&- 8>&- 9>&- & rc_timer=$!'
 }
 

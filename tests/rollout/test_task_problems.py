@@ -214,3 +214,12 @@ def test_an_old_terminal_bench_task_is_sent_to_the_importer(tmp_path: Path) -> N
     (tmp_path / "task.yaml").write_text("instruction: x\n")
     [problem] = check_task(tmp_path)[1]
     assert "rollcage tasks import" in problem.remedy
+
+
+def test_a_directory_whose_name_is_not_utf_8_is_a_problem_and_stops_nothing(tmp_path: Path) -> None:
+    strange = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff\xfename"))
+    strange.mkdir()
+    task, [problem] = check_task(strange)
+    assert task is None
+    assert str(problem).encode()
+    assert "not UTF-8" in problem.message

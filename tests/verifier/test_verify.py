@@ -272,3 +272,11 @@ async def test_a_kept_service_cannot_hold_up_the_agents_own_shell(
     test = f'if [ -d "/proc/$(cat /tmp/pid)" ]; then echo 0; else echo 1; fi >{REWARD}\n'
     task = make_task(test)
     assert (await verify(sandbox, task, TestsVerifier(keep_processes=("*",)))).value == 1.0
+
+
+async def test_a_verifiers_user_that_does_not_exist_is_not_the_agents_fault(
+    sandbox: Sandbox, make_task: MakeTask
+) -> None:
+    task = make_task(f"echo 1 >{REWARD}", user="nobody-of-that-name")
+    error = await refused(sandbox, task, "verifier_crash")
+    assert "nobody-of-that-name" in error.message

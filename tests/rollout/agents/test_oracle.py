@@ -117,3 +117,24 @@ async def test_the_nop_agent_runs_nothing(make_context: Any) -> None:
     await NopAgent().run(context)
     assert context.trajectory.turns == []
     assert context.trajectory.messages == []
+
+
+async def test_what_the_host_resolved_is_not_in_the_record(
+    make_context: Any, solution: Path, tmp_path: Path
+) -> None:
+    script(solution, "#!/bin/sh\ntrue\n")
+    task = Task("t", tmp_path, "", Environment(None, "image"), (), solution_env={"KEY": "${SECRET}"})
+    context = make_context(task=task, step=step(solution), environ={"SECRET": "hunter2"})
+    await OracleAgent().run(context)
+    assert context.trajectory.turns[0].commands[0].command == oracle.SCRIPT
+
+
+async def test_a_name_that_no_variable_has_never_reaches_a_shell(
+    make_context: Any, solution: Path, tmp_path: Path
+) -> None:
+    script(solution, "#!/bin/sh\ntrue\n")
+    task = Task("t", tmp_path, "", Environment(None, "image"), (), solution_env={"X;touch pwned;Y": "x"})
+    with pytest.raises(TaskError, match="cannot be a variable's name") as caught:
+        await OracleAgent().run(make_context(task=task, step=step(solution)))
+    assert caught.value.error_class == "task_malformed"
+    assert not context.trajectory.turns

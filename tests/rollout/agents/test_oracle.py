@@ -134,7 +134,8 @@ async def test_a_name_that_no_variable_has_never_reaches_a_shell(
 ) -> None:
     script(solution, "#!/bin/sh\ntrue\n")
     task = Task("t", tmp_path, "", Environment(None, "image"), (), solution_env={"X;touch pwned;Y": "x"})
+    context = make_context(task=task, step=step(solution))
     with pytest.raises(TaskError, match="cannot be a variable's name") as caught:
-        await OracleAgent().run(make_context(task=task, step=step(solution)))
+        await OracleAgent().run(context)
     assert caught.value.error_class == "task_malformed"
     assert not context.trajectory.turns

@@ -99,6 +99,7 @@ _CONTAINER = (
     Rule("container_lost", r"removal of container \S+ is already in progress|marked for removal"),
     Rule("container_lost", r"cannot exec in a (stopped|paused) (container|state)|container state improper"),
     Rule("container_lost", r"(ttrpc: closed|shim exited|process already finished)(: unknown)?$"),
+    Rule("base_image_missing", r"invalid reference format"),
     Rule(
         "container_start",
         r"^no such image|unknown or invalid runtime name|^unknown runtime specified|name .* is already in use",

@@ -59,7 +59,12 @@ rc_tick() {
 
 rc_spawn() {
   rc_number=$((rc_number + 1))
+  # A timer that is started in between would be taken for the shell: $! is the last child of either.
+  rc_others_busy=$rc_busy rc_busy=1
   command eval 'rc_shell_main <&7 >&8 2>&9 7<&- 8>&- 9>&- & rc_shell=$!'
+  rc_spawned=$?
+  rc_busy=$rc_others_busy
+  return "$rc_spawned"
 }
 
 # A block is a line with the child's number, text, and an empty line. What a dead child left unread is passed

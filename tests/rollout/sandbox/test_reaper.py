@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -17,6 +19,9 @@ from rollcage.rollout.sandbox.reaper import (
     HOST_LABEL,
     JOB_LABEL,
     Reaped,
+    dead_hosts,
+    host_name,
+    hosts_of,
     reap,
     remove_dangling_images,
 )
@@ -157,3 +162,28 @@ async def test_unfinished_images_go_and_named_ones_stay(yard: Yard) -> None:
 
 def test_the_labels_are_those_of_the_design() -> None:
     assert (HOST_LABEL, JOB_LABEL, DEADLINE_LABEL) == ("rollcage.host", "rollcage.job", "rollcage.deadline")
+
+
+def pid_of_an_ended_process() -> int:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+async def test_a_host_whose_process_is_gone_is_known_as_dead_and_no_other(yard: Yard) -> None:
+    alive = host_name()
+    machine, _, started, _ = alive.rsplit("-", 3)
+    ended = pid_of_an_ended_process()
+    gone = f"{machine}-{ended}-{started}-abcd"
+    another_process_has_its_number = f"{machine}-{os.getpid()}-1-abcd"
+    elsewhere = f"another-machine-{ended}-{started}-abcd"
+    for host in (alive, gone, another_process_has_its_number, elsewhere, yard.host):
+        yard.container(host=host, job=yard.host)
+    yard.network(host=gone)
+    dead = await dead_hosts(yard.engine)
+    assert {gone, another_process_has_its_number} <= dead
+    assert not {alive, elsewhere, yard.host} & dead
+    assert await hosts_of(yard.engine, yard.host) == {
+        alive, gone, another_process_has_its_number, elsewhere, yard.host,
+    }  # fmt: skip
+    assert await reap(yard.engine, host=gone, job=None, now=0.0) == Reaped(containers=1, networks=1)

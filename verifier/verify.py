@@ -36,7 +36,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
-from rollcage.rollout.outcome import Evidence, SandboxError, VerifierError
+from rollcage.rollout.outcome import BY_NAME, Domain, Evidence, SandboxError, VerifierError
 from rollcage.rollout.sandbox.base import CommandResult, Sandbox, Shell
 from rollcage.rollout.task import Step, Task, ignore_patterns, resolve_env
 from rollcage.rollout.trajectory import Reward
@@ -135,7 +135,13 @@ class TestsVerifier:
         if tests:
             await _put_tests(sandbox, root, tests, for_root=is_root)
         limit = self.timeout_multiplier * verifier.timeout_sec
-        result = await shell.run(_command(env), timeout=limit, output_bytes=2 * OUTPUT_TAIL_BYTES)
+        try:
+            result = await shell.run(_command(env), timeout=limit, output_bytes=2 * OUTPUT_TAIL_BYTES)
+        except SandboxError as error:
+            if BY_NAME[error.error_class].domain is not Domain.AGENT:
+                raise
+            said = f"the sandbox ended under the tests: {error.message}"
+            raise VerifierError("verifier_crash", said, error.evidence) from error
         await (sandbox.end_shells() if keep else sandbox.stop_processes())
         if result.timed_out or result.exit_code is None:
             tail = await _output_tail(await sandbox.shell(verifier.user))

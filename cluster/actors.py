@@ -13,7 +13,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -147,6 +147,10 @@ class ActorHost:
     async def run(self, spec: AttemptSpec, policy: str | None) -> Attempt:
         attempt: Attempt = await self._call(self._actor.run.remote(spec, policy))
         return attempt
+
+    async def expect(self, coming: Sequence[str]) -> int | None:
+        room: int | None = await self._call(self._actor.expect.remote(list(coming)))
+        return room
 
     async def cancel(self) -> None:
         await self._call(self._actor.cancel.remote())

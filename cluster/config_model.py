@@ -119,6 +119,23 @@ class SandboxConfig(Settings):
         default=6 * 3600.0, description="A sandbox ends by itself so long after its start."
     )
     runtime: str | None = Field(default=None, description="An OCI runtime that the engine has: runsc, kata.")
+    memory_reserve_mb: Count | None = Field(
+        default=None, description="MiB that a sandbox counts for in admission; None: its memory_mb."
+    )
+    admit_memory_mb: Count | None = Field(
+        default=None, description="MiB admitted at once on a host; None: 0.9 of its memory."
+    )
+    admit_cpus: float | None = Field(
+        default=None, gt=0, description="CPUs admitted at once on a host; None: 16 for each that it has."
+    )
+    least_disk_mb: int = Field(
+        default=1024, ge=0, description="MiB that the engine's disk must have left for a sandbox to start."
+    )
+    warm: int | None = Field(
+        default=None,
+        ge=0,
+        description="Sandboxes started ahead on a host; None: an eighth of concurrency, 2 at least.",
+    )
     network: NetworkConfig = NetworkConfig()
 
 

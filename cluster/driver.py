@@ -40,6 +40,9 @@ HEARTBEAT_SEC = 5.0
 GRACE_SEC = 30.0
 """How long attempts may go on after the first interrupt."""
 
+STEER_SEC = 0.5
+"""How often each host is told what comes next and asked how much it can hold."""
+
 REPLACE_SEC = 180.0
 """How long the end of a job waits for the host that cleans up after a lost one."""
 
@@ -80,6 +83,7 @@ class Driver:
         self._hosts: dict[str, HostClient] = {}
         self._on_host: dict[str, set[asyncio.Task[None]]] = {}
         self._lost: set[str] = set()
+        self._capacities: dict[str, int] = {}
         self._scheduler = Scheduler(
             plan.rollouts(),
             concurrency=plan.concurrency,
@@ -110,7 +114,13 @@ class Driver:
             for broken in self._plan.broken:
                 self._scheduler.quarantine(broken.key, broken.error_class)
             self._check_quarantined()
-            await self._loop()
+            steering = asyncio.create_task(self._steer())
+            steering.add_done_callback(self._done)
+            try:
+                await self._loop()
+            finally:
+                steering.cancel()
+                await asyncio.wait({steering})
         finally:
             await self._close()
 
@@ -235,6 +245,27 @@ class Driver:
         except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
             return _Fault("internal_error", unknown(error))
 
+    async def _steer(self) -> None:
+        """Tell the hosts what comes next, so that they start sandboxes ahead, and give them no more than they can
+        hold."""
+        while True:
+            await asyncio.gather(
+                *(self._steer_host(host) for name, host in self._hosts.items() if name not in self._lost)
+            )
+            await asyncio.sleep(STEER_SEC)
+
+    async def _steer_host(self, host: HostClient) -> None:
+        coming = () if self._stopping else self._scheduler.coming(host.name, self._plan.warm)
+        room = await self._ask(host, host.expect([key.digest for key in coming]))
+        if isinstance(room, _Fault) or host.name in self._lost or host.name not in self._hosts:
+            return
+        concurrency = self._plan.concurrency
+        capacity = concurrency if room is None else max(1, min(concurrency, room))
+        if self._capacities.get(host.name) != capacity:
+            self._capacities[host.name] = capacity
+            self._scheduler.host_up(host.name, capacity, time.monotonic())
+            self._changed.set()
+
     def _cancel(self) -> None:
         for name, host in self._hosts.items():
             if name not in self._lost:
@@ -250,6 +281,7 @@ class Driver:
     def _join(self, host: HostClient) -> None:
         self._hosts[host.name] = host
         self._on_host[host.name] = set()
+        self._capacities[host.name] = self._plan.concurrency
         self._scheduler.host_up(host.name, self._plan.concurrency, time.monotonic())
 
     def _lose(self, host: HostClient) -> None:

@@ -14,20 +14,24 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from rollcage.rollout.outcome import Evidence, RolloutError
 from rollcage.rollout.policies.base import Policy
-from rollcage.rollout.rollout import AttemptSpec, run_attempt
+from rollcage.rollout.rollout import AttemptSpec, least_seconds, run_attempt
 from rollcage.rollout.sandbox.engine import Engine
-from rollcage.rollout.sandbox.pool import SandboxPool, SandboxSettings
+from rollcage.rollout.sandbox.images import BuiltImage
+from rollcage.rollout.sandbox.pool import Expected, SandboxPool, SandboxSettings
 from rollcage.rollout.sandbox.reaper import dead_hosts, host_name, reap
 from rollcage.rollout.task import Task, load_task, task_digest
 from rollcage.rollout.trajectory import Attempt
 from rollcage.verifier.verify import TestsVerifier
+
+QUEUE = 2
+"""Attempts that may wait for room on a full host, so that one is there when some comes free."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class HostClient(Protocol):
 
     async def run(self, spec: AttemptSpec, policy: str | None) -> Attempt:
         """Run one attempt to its end."""
+        ...
+
+    async def expect(self, coming: Sequence[str]) -> int | None:
+        """These tasks (digests, one a rollout) are what comes next. Returns how many attempts the host can hold at
+        once as things are, None where it knows of no limit."""
         ...
 
     async def cancel(self) -> None:
@@ -94,6 +103,8 @@ class SandboxHost:
         self._emit = emit
         self._running: dict[str, asyncio.Task[Attempt]] = {}
         self._tasks: dict[str, Task] = {}
+        self._images: dict[str, BuiltImage] = {}
+        self._least_sec: dict[str, float] = {}
         self._files: str | None = None
 
     async def open(self, after: str | None = None) -> str:
@@ -133,7 +144,7 @@ class SandboxHost:
                 return Prepared(wants_files=True)
             self._tasks[task.digest] = local
         try:
-            await self._pool.image(local.environment, task.name)
+            self._images[task.digest] = await self._pool.image(local.environment, task.name)
             for step in local.steps:
                 if step.verifier.environment is not None:
                     await self._pool.image(step.verifier.environment, f"{task.name} (verifier)")
@@ -148,6 +159,7 @@ class SandboxHost:
     async def run(self, spec: AttemptSpec, policy: str | None, *, keep: bool = False) -> Attempt:
         """Run one attempt of a task that `prepare` has made ready."""
         local = self._tasks.get(spec.task.digest, spec.task)
+        self._least_sec[spec.task.digest] = least_seconds(spec)
         attempt = asyncio.ensure_future(
             run_attempt(
                 replace(spec, task=replace(local, name=spec.task.name)),
@@ -163,6 +175,19 @@ class SandboxHost:
             return await attempt
         finally:
             del self._running[spec.attempt_id]
+
+    async def expect(self, coming: Sequence[str]) -> int | None:
+        known = [digest for digest in coming if digest in self._images and digest in self._tasks]
+        self._pool.expect(
+            [
+                Expected(
+                    self._images[digest], self._tasks[digest].environment, self._least_sec.get(digest, 0.0)
+                )
+                for digest in known
+            ]
+        )
+        waiting = self._pool.waiting
+        return len(self._running) - waiting + QUEUE if waiting else None
 
     async def cancel(self) -> None:
         running = list(self._running.values())

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from rollcage.cluster.decisions import Preparation
-from rollcage.cluster.state import GroupState, Host, RolloutState, State, TaskState
+from rollcage.cluster.decisions import Preparation, TaskKey
+from rollcage.cluster.state import GroupState, Host, RolloutState, State, TaskState, smallest
+
+STALE = 4
+"""Entries of a heap that are looked at for each that is wanted: some are stale."""
 
 STRANDED, FRESH = 0, 1
 """Ranks of tasks in need: what has begun is prepared before what has not."""
@@ -108,6 +111,19 @@ class Placement:
                 if host.name not in rollout.avoid:
                     _queue(rollout, host)
         self.place_stranded(task)
+
+    def coming(self, host: Host, limit: int) -> list[TaskKey]:
+        """Tasks of the next rollouts that wait for the host, `limit` at most."""
+        found: list[TaskKey] = []
+        for _, _, attempts, index in smallest(host.open, limit * STALE):
+            rollout = self.rollouts[index]
+            if rollout.state is State.WAITING and rollout.attempts == attempts:
+                found.append(rollout.group.task.key)
+        for order in smallest(host.fresh, limit) if self.open_groups < self._open_limit else ():
+            group = self.groups[order]
+            if group.opened is None:
+                found += [group.task.key] * min(group.unended, limit)
+        return found[:limit]
 
     # Preparations
 

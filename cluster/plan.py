@@ -40,7 +40,7 @@ class JobPlan:
     """All of a job's rollouts. `job` is unique among the jobs of one engine.
 
     `agent_timeout_sec` replaces the tasks' own. `retries` are budgets other than the outcome table's. The job
-    stops when more than `max_quarantined_tasks` are quarantined.
+    stops when more than `max_quarantined_tasks` are quarantined. `warm`: sandboxes that each host starts ahead.
     """
 
     job: str
@@ -49,6 +49,7 @@ class JobPlan:
     broken: tuple[BrokenTask, ...] = ()
     concurrency: int = 8
     build_slots: int = 2
+    warm: int = 0
     seed: int = 0
     retries: Mapping[str, int] = field(default_factory=dict)
     max_quarantined_tasks: int | None = None

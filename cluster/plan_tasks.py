@@ -59,6 +59,7 @@ def make_plan(config: JobConfig, environ: Mapping[str, str] | None = None) -> Jo
         broken=tuple(broken),
         concurrency=config.concurrency,
         build_slots=config.sandbox.build_slots,
+        warm=warm_sandboxes(config),
         seed=config.seed,
         retries=config.retries,
         max_quarantined_tasks=config.max_quarantined_tasks,
@@ -66,6 +67,12 @@ def make_plan(config: JobConfig, environ: Mapping[str, str] | None = None) -> Jo
         agent_timeout_multiplier=config.agent_timeout_multiplier,
         pass_threshold=config.pass_threshold,
     )
+
+
+def warm_sandboxes(config: JobConfig) -> int:
+    """How many sandboxes each host starts ahead."""
+    warm = config.sandbox.warm
+    return max(2, config.concurrency // 8) if warm is None else warm
 
 
 def host_spec(
@@ -87,6 +94,11 @@ def host_spec(
         runtime=sandbox.runtime,
         network_cidr=sandbox.network.cidr,
         leases_per_bridge=sandbox.network.leases_per_bridge,
+        memory_reserve_mb=sandbox.memory_reserve_mb,
+        admit_memory_mb=sandbox.admit_memory_mb,
+        admit_cpus=sandbox.admit_cpus,
+        least_disk_mb=sandbox.least_disk_mb,
+        warm=warm_sandboxes(config),
         environ={name: environ[name] for name in sorted(named) if name in environ},
     )
     return HostSpec(

@@ -319,6 +319,12 @@ class Scheduler:
         done, self._done_groups = self._done_groups, []
         return done
 
+    def coming(self, host: str, limit: int) -> list[TaskKey]:
+        """The tasks of the next rollouts that wait for this host, in order, `limit` at most: where it stands, one
+        rollout a time. A forecast: nothing is decided by it."""
+        state = self._placement.hosts.get(host)
+        return [] if state is None else self._placement.coming(state, limit)
+
     @property
     def done(self) -> bool:
         """True once every rollout has ended."""

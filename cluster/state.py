@@ -8,15 +8,29 @@ waits for the same attempt number, one of `fresh` while its group is unopened an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from heapq import heappop
+from heapq import heappop, heappush
+from typing import TypeVar
 
 from rollcage.cluster.decisions import Assignment, GroupKey, Preparation, RolloutKey, TaskKey
 
+T = TypeVar("T", int, tuple[int, int, int, int])
+
 OpenEntry = tuple[int, int, int, int]
 """(the group's opening number, the rollout's place in its group, attempts so far, the rollout's index)"""
+
+
+def smallest(heap: Sequence[T], count: int) -> Iterator[T]:
+    """The `count` smallest entries of a heap, in order, which stays as it is: O(count log count)."""
+    edge: list[tuple[T, int]] = [(heap[0], 0)] if heap else []
+    for _ in range(min(count, len(heap))):
+        entry, at = heappop(edge)
+        yield entry
+        for child in (2 * at + 1, 2 * at + 2):
+            if child < len(heap):
+                heappush(edge, (heap[child], child))
 
 
 class State(Enum):

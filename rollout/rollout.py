@@ -182,7 +182,7 @@ class _Run:
         with self.phase(Phase.START, Stage.START):
             self.emit(f"sandbox of {image.reference}")
             sandbox = await self.pool.acquire(
-                image, task.environment, attempt_id=spec.attempt_id, least_sec=_least_seconds(spec)
+                image, task.environment, attempt_id=spec.attempt_id, least_sec=least_seconds(spec)
             )
             self.sandboxes.append(sandbox)
             await wait_until_healthy(sandbox, task.environment.healthcheck)
@@ -239,9 +239,7 @@ class _Run:
             evidence = Evidence(said, "container state")
             self.stops.insert(noted, AgentStopped("agent_killed_sandbox", said, evidence))
         if sandbox.spec.memory_mb is not None:
-            await self._noted(
-                sandbox.end_shells()
-            )  # brings the count of kills; the verifier's own come after it
+            await self._noted(sandbox.count_oom_kills())  # now: the verifier's own come after it
             if sandbox.oom_kills > kills:
                 said = f"processes of the agent went past the memory limit of {sandbox.spec.memory_mb} MiB"
                 evidence = Evidence(said, "container state", oom_killed=True)
@@ -319,7 +317,7 @@ class _Run:
         self.attempt.phases[Phase.TEARDOWN] = time.monotonic() - started
 
 
-def _least_seconds(spec: AttemptSpec) -> float:
+def least_seconds(spec: AttemptSpec) -> float:
     """How long the sandbox must live: twice all time limits of the task, for waits are not in them."""
     limits = [spec.agent_timeout_sec or step.agent_timeout_sec or 0.0 for step in spec.task.steps]
     verifiers = [step.verifier.timeout_sec for step in spec.task.steps]

@@ -77,7 +77,7 @@ class SandboxSpec:
     """What a sandbox is made with.
 
     `image` is an image id or reference that the engine has. `network` is the engine's network name, or
-    `none`. `memory_mb` and `storage_mb` are MiB, None for no limit. `deadline_sec`: seconds from its
+    `none`. `dns`: resolvers in the place of those that the engine has. `memory_mb` and `storage_mb` are MiB, None for no limit. `deadline_sec`: seconds from its
     start at which PID 1 ends by itself, whoever is still there. `labels` are added to the container's.
     `user` and `workdir` None: as the image says.
     """
@@ -85,6 +85,7 @@ class SandboxSpec:
     image: str
     name: str
     network: str = "none"
+    dns: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
     cpus: float | None = None
@@ -94,6 +95,8 @@ class SandboxSpec:
     deadline_sec: float = 24 * 3600.0
     labels: Mapping[str, str] = field(default_factory=dict)
     runtime: str | None = None
+    memory_reservation_mb: int | None = None
+    """What the kernel tries to leave it when the host's memory runs short, beside the limit `memory_mb`."""
 
 
 class Shell(Protocol):
@@ -123,8 +126,8 @@ class Sandbox(Protocol):
 
     @property
     def oom_kills(self) -> int:
-        """Processes that were killed for the memory limit, as was known when a shell last ended (see
-        `end_shells`)."""
+        """Processes that were killed for the memory limit, as was known when a shell last ended or
+        `count_oom_kills` was called."""
         ...
 
     @property
@@ -151,6 +154,10 @@ class Sandbox(Protocol):
 
     async def stop_processes(self) -> None:
         """Kill every process but PID 1 and wait until they are gone. The next `shell()` is a fresh one."""
+        ...
+
+    async def count_oom_kills(self) -> None:
+        """Have `oom_kills` say what is so now."""
         ...
 
     async def end_shells(self) -> None:

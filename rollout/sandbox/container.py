@@ -27,6 +27,7 @@ from rollcage.rollout.sandbox.link import CLEAR, INTERRUPT, REPORT, Link, LinkCl
 from rollcage.rollout.sandbox.program import run_program
 from rollcage.rollout.sandbox.shell import DockerShell
 from rollcage.rollout.sandbox.storage import StorageWatch
+from rollcage.rollout.sandbox.traits import engine_traits
 
 ANSWER_SEC = 2.0
 """How long PID 1 is given to answer what was asked through a shell that an agent has had its hands on."""
@@ -49,8 +50,9 @@ async def start_sandbox(engine: Engine, spec: SandboxSpec, *, image_user: str | 
     made: list[str] = []
 
     def create(api: Any) -> None:
-        made.append(api.create_container_from_config(container_config(spec), spec.name)["Id"])
+        made.append(api.create_container_from_config(container_config(spec, traits), spec.name)["Id"])
 
+    traits = await engine_traits(engine)
     try:
         await engine.call("create a container", create)
         await engine.call("start a container", lambda api: api.start(made[0]))
@@ -147,10 +149,13 @@ class DockerSandbox:
         return result
 
     async def stop_processes(self) -> None:
-        """See `Sandbox.stop_processes`: a few milliseconds, over the stream where its shell is idle."""
+        """See `Sandbox.stop_processes`: a few milliseconds, over the stream where its shell is idle. PID 1 looks until
+        nobody else is there before it says so; where its word may be another's, the engine is asked."""
         link = self._link
         clears = link.clears
-        if link.lock.locked() or link.command is not None or link.closed:
+        if link.exposed:
+            await self._clear_surely()
+        elif link.lock.locked() or link.command is not None or link.closed:
             await self.clear()
         else:
             async with link.lock:
@@ -165,6 +170,23 @@ class DockerSandbox:
                 link.command = None
         await self._forget_shells()
         self._quiet = True
+
+    async def count_oom_kills(self) -> None:
+        """See `Sandbox.count_oom_kills`: over the stream where its shell is idle, else by a signal of the engine."""
+        link = self._link
+        reports = link.reports
+        if not link.lock.locked() and link.command is None and not link.closed:
+            async with link.lock:
+                try:
+                    async with asyncio.timeout(ANSWER_SEC):
+                        await link.ask(f"command kill -{REPORT} 1")
+                        await link.until(lambda: link.reports > reports)
+                        return
+                except TimeoutError:
+                    pass
+                except LinkClosed:
+                    raise await self._lost() from None
+        await self._report()
 
     async def end_shells(self) -> None:
         """See `Sandbox.end_shells`."""
@@ -226,6 +248,11 @@ class DockerSandbox:
             storage_exceeded=self.storage_exceeded,
         )
 
+    async def is_alive(self) -> bool:
+        """Whether it runs and its stream is there: a few milliseconds, and nothing inside is disturbed."""
+        found = await self._inspect()
+        return found is not None and found["Running"] and not found["Paused"] and not self._link.closed
+
     async def remove(self) -> None:
         """See `Sandbox.remove`."""
         if self._removed:
@@ -270,6 +297,25 @@ class DockerSandbox:
             except LinkClosed:
                 raise await self._lost() from None
         raise SandboxError("container_lost", f"PID 1 did not answer within {CLEAR_SEC:.0f} s")
+
+    async def _clear_surely(self) -> None:
+        """`clear`, and the engine's own word that what was there before is gone."""
+        before = await self._processes()
+        started = time.monotonic()
+        while time.monotonic() - started < CLEAR_SEC:
+            await self.clear()
+            if len(before & await self._processes()) <= 1:
+                return
+        raise SandboxError("container_lost", f"processes are still there after {CLEAR_SEC:.0f} s of killing")
+
+    async def _processes(self) -> set[str]:
+        """The ids, outside, of PID 1 and all others, as the engine says."""
+        try:
+            found = await self._engine.call("list processes", lambda api: api.top(self.id, "-o pid"))
+        except SandboxError as error:
+            raise await self.loss() or error from None
+        column = found["Titles"].index("PID")
+        return {process[column] for process in found["Processes"]}
 
     async def loss(self) -> SandboxError | None:
         """What has become of the container; None where it runs and its stream is there."""

@@ -89,6 +89,11 @@ class Engine:
         self.api.close()
 
 
+def is_local(engine: Engine) -> bool:
+    """Whether the engine is reached by a socket of this machine."""
+    return str(engine.api.base_url).startswith("http+docker://localhost")
+
+
 def _client(base_url: str | None, timeout_sec: float, workers: int) -> Any:
     settings: dict[str, Any] = {"timeout": timeout_sec, "max_pool_size": workers, "version": "auto"}
     if base_url is not None:

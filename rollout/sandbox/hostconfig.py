@@ -5,15 +5,23 @@ SETPCAP are gone. What stays is what the everyday tools of a root user need: apt
 DAC_OVERRIDE, FOWNER, FSETID, SETFCAP), useradd, su and services that drop root (SETUID, SETGID, AUDIT_WRITE),
 kill, chroot, low ports, and ping (NET_RAW: Debian's has it as a file capability and does not start without).
 New privileges are off: a setuid program such as sudo gives a user nothing.
+
+System calls are filtered (`seccomp.py`), so that PID 1, which is ours, is out of an agent's reach.
+
+A task written for a larger machine gets the processors that there are: an engine refuses more. `memory_mb` is where
+the kernel kills; `memory_reservation_mb`, below it, is what the kernel tries to leave a sandbox when memory runs short.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 from rollcage.rollout.sandbox.base import SandboxSpec
 from rollcage.rollout.sandbox.link import supervisor_argv
+from rollcage.rollout.sandbox.seccomp import security_option
+from rollcage.rollout.sandbox.traits import EngineTraits
 
 KEPT_CAPABILITIES = (
     "AUDIT_WRITE",
@@ -54,8 +62,8 @@ MASKED_PATHS = (
 MIB = 1 << 20
 
 
-def container_config(spec: SandboxSpec) -> dict[str, Any]:
-    """The body of the engine's container-create request."""
+def container_config(spec: SandboxSpec, traits: EngineTraits = EngineTraits()) -> dict[str, Any]:
+    """The body of the container-create request of an engine with these traits."""
     config: dict[str, Any] = {
         "Image": spec.image,
         "Entrypoint": supervisor_argv(spec.deadline_sec),
@@ -71,17 +79,18 @@ def container_config(spec: SandboxSpec) -> dict[str, Any]:
         "Labels": {"rollcage.deadline": str(int(time.time() + spec.deadline_sec)), **spec.labels},
         # The image's own would be an exec of the engine every few seconds.
         "Healthcheck": {"Test": ["NONE"]},
-        "HostConfig": _host_config(spec),
+        "HostConfig": _host_config(spec, traits),
     }
     if spec.workdir is not None:
         config["WorkingDir"] = spec.workdir
     return config
 
 
-def _host_config(spec: SandboxSpec) -> dict[str, Any]:
+def _host_config(spec: SandboxSpec, traits: EngineTraits) -> dict[str, Any]:
     host: dict[str, Any] = {
         "PidsLimit": spec.pids,
         "NetworkMode": spec.network,
+        "Dns": list(spec.dns),
         "Init": False,
         "AutoRemove": False,
         "LogConfig": {"Type": "none", "Config": {}},
@@ -93,11 +102,15 @@ def _host_config(spec: SandboxSpec) -> dict[str, Any]:
         # No limit on open files: an engine refuses one above its own, which it does not tell.
         "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
     }
+    if traits.seccomp:
+        host["SecurityOpt"].append(security_option(podman=traits.podman))
     if spec.memory_mb is not None:
         # The same for memory and swap: no swap.
         host["Memory"] = host["MemorySwap"] = spec.memory_mb * MIB
+    if spec.memory_reservation_mb is not None:
+        host["MemoryReservation"] = min(spec.memory_reservation_mb, spec.memory_mb or sys.maxsize) * MIB
     if spec.cpus is not None:
-        host["NanoCpus"] = round(spec.cpus * 1e9)
+        host["NanoCpus"] = round(min(spec.cpus, traits.cpus or spec.cpus) * 1e9)
     if spec.storage_mb is not None:
         limit = spec.storage_mb * MIB
         host["Ulimits"].append({"Name": "fsize", "Soft": limit, "Hard": limit})

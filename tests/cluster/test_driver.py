@@ -7,7 +7,7 @@ import dataclasses
 import io
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,8 @@ class Host:
         self.cancels = 0
         self.closed = 0
         self.gone: HostLost | None = None
+        self.room: int | None = None
+        self.coming: list[list[str]] = []
 
     async def prepare(self, task: Task) -> Prepared:
         self.world.built.append((task.name, self.name))
@@ -132,6 +134,12 @@ class Host:
         if isinstance(prepared, BaseException):
             raise prepared
         return prepared
+
+    async def expect(self, coming: Sequence[str]) -> int | None:
+        self.coming.append(list(coming))
+        if self.gone is not None:
+            raise self.gone
+        return self.room
 
     async def run(self, spec: AttemptSpec, policy: str | None) -> Attempt:
         self.world.asked.append(spec)
@@ -363,6 +371,42 @@ async def test_a_broken_task_counts_among_the_quarantined(tmp_path: Path) -> Non
 
 
 # Hosts
+
+
+async def test_hosts_are_told_what_comes_next_in_the_jobs_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "STEER_SEC", 0.01)
+    world = World(tmp_path / "run", tasks=3, samples=2, concurrency=2, warm=3)
+    world.attempt = lambda _spec, _host: asyncio.sleep(0.05, "passed")
+    ends = await world.drive()
+    assert ends.outcomes == {("passed", None): 6}
+    digests = [key.digest for key in world.plan.task_keys()]
+    ahead = [coming for coming in world.hosts[0].coming if coming]
+    assert [digests[1], digests[1], digests[2]] in ahead
+    assert all(coming == sorted(coming, key=digests.index) for coming in ahead)
+    assert all(len(coming) <= 3 for coming in ahead)
+
+
+async def test_a_host_that_is_full_gets_no_more_than_it_can_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "STEER_SEC", 0.01)
+    world = World(tmp_path / "run", tasks=10, samples=4, hosts=2, concurrency=16)
+    small = world.hosts[0]
+    small.room = 2
+    most = 0
+
+    async def take(_spec: AttemptSpec, host: Host) -> str:
+        nonlocal most
+        await asyncio.sleep(0.02)
+        if len(world.asked) > 16 and host is small:
+            most = max(most, len(host.running))
+        return "passed"
+
+    world.attempt = take
+    assert (await world.drive()).outcomes == {("passed", None): 40}
+    assert 1 <= most <= 2
 
 
 async def test_a_host_lost_among_20_rollouts_is_replaced_and_all_end(tmp_path: Path) -> None:

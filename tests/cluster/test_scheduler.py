@@ -323,6 +323,25 @@ def test_groups_are_finished_in_order_and_their_samples_stay_together() -> None:
     assert [key.task for key in world.scheduler.groups_done()] == [f"task{n}" for n in range(10)]
 
 
+def test_what_it_says_comes_next_comes_next() -> None:
+    """With nothing failing, the forecast before each dispatch is what is then dispatched."""
+    scheduler = Scheduler(keys(6, 3), concurrency=2, hosts={"h": 2}, prepare_ahead=18)
+    seen = 0
+    while not scheduler.done:
+        for build in scheduler.prepare(0.0):
+            scheduler.prepared(build.preparation_id, None, None, 0.0)
+        coming = scheduler.coming("h", 5)
+        assert coming == [key.task_key for key in keys(6, 3)][seen : seen + 5][: len(coming)]
+        assert len(coming) >= min(4, 18 - seen)
+        for assignment in scheduler.next(0.0):
+            assert assignment.key.task_key == coming.pop(0)
+            seen += 1
+            scheduler.ended(assignment.attempt_id, Outcome.PASSED, None, None, 0.0)
+        scheduler.finished()
+    assert scheduler.coming("h", 5) == []
+    assert scheduler.coming("nobody", 5) == []
+
+
 def test_the_retry_of_an_old_group_comes_before_new_groups() -> None:
     key = keys(20, 2)[0]
     world = World(

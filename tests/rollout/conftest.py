@@ -104,6 +104,7 @@ class Rollouts:
         verifier = settings.pop("verifier", TestsVerifier())
         spec = AttemptSpec(**{**self.named(), "task": task, "agent": agent, **settings})
         attempt = await run_attempt(spec, self.pool, verifier, policy)
+        await self.pool.drained()
         assert await self.left(spec.attempt_id) == []
         check(attempt)
         return attempt

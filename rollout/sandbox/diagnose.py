@@ -20,9 +20,13 @@ import psutil
 from docker.errors import ImageNotFound
 
 from rollcage.rollout.outcome import SandboxError
-from rollcage.rollout.sandbox.engine import Engine
-from rollcage.rollout.sandbox.networks import routes, subnets
+from rollcage.rollout.sandbox import firewall
+from rollcage.rollout.sandbox.engine import Engine, is_local
+from rollcage.rollout.sandbox.firewall import in_thread
+from rollcage.rollout.sandbox.networks import LEASES_PER_BRIDGE
 from rollcage.rollout.sandbox.reaper import DEADLINE_LABEL, HOST_LABEL
+from rollcage.rollout.sandbox.subnets import Ranges, routes, subnets
+from rollcage.rollout.sandbox.traits import traits_of
 
 BASE_IMAGE = "debian:bookworm-slim"
 
@@ -32,6 +36,8 @@ FREE_MEMORY_BYTES = 2 << 30
 ENGINE_POOLS = (*((f"172.{second}.0.0/16", 16) for second in range(17, 32)), ("192.168.0.0/16", 20))
 """The address pools of an engine that was given none, as (base, prefix of a network): 31 networks in all.
 https://docs.docker.com/engine/network/#automatic-subnet-allocation"""
+
+RANGES = Ranges()
 
 SLOW_DRIVERS = frozenset({"vfs", "devicemapper", "aufs"})
 
@@ -98,9 +104,10 @@ async def _diagnose(engine: Engine) -> list[Check]:
     except SandboxError as error:
         return [Check("engine", False, error.message, "see the engine's own log (journalctl -u docker)")]
     said = f"{version.get('Version', 'unknown')} (API {version.get('ApiVersion')}) at {engine.api.base_url}"
-    checks = [Check("engine", True, said), _storage(info), _limits(info)]
-    if _is_local(engine):
-        checks += [_disk(info), _memory(), await _iptables()]
+    checks = [Check("engine", True, said), _storage(info), _limits(info), _seccomp(version, info)]
+    if is_local(engine):
+        checks += [_disk(info), _memory()]
+    checks.append(await _iptables(engine))
     return [
         *checks,
         await _named("networks", lambda: _networks(engine, info)),
@@ -115,10 +122,6 @@ async def _named(name: str, look: Callable[[], Awaitable[Check]]) -> Check:
         return await look()
     except SandboxError as error:
         return Check(name, False, str(error), "see the engine's own log (journalctl -u docker)")
-
-
-def _is_local(engine: Engine) -> bool:
-    return str(engine.api.base_url).startswith("http+docker://localhost")
 
 
 def _storage(info: Mapping[str, Any]) -> Check:
@@ -137,6 +140,14 @@ def _limits(info: Mapping[str, Any]) -> Check:
     return Check("limits", False, f"{version}; no limits on {', '.join(missing)}", remedy)
 
 
+def _seccomp(version: Mapping[str, Any], info: Mapping[str, Any]) -> Check:
+    """Runs without, all the same: an agent that is root can then reach its own sandbox's supervisor."""
+    if traits_of(version, info).seccomp:
+        return Check("seccomp", True, "system calls can be filtered")
+    remedy = "run it on a kernel with CONFIG_SECCOMP_FILTER, and built with seccomp"
+    return Check("seccomp", False, "the engine cannot filter system calls", remedy)
+
+
 def _disk(info: Mapping[str, Any]) -> Check:
     root = Path(info.get("DockerRootDir", "/var/lib/docker"))
     if not root.exists():
@@ -153,35 +164,28 @@ def _memory() -> Check:
     return Check("memory", not remedy, said, remedy)
 
 
-async def _iptables() -> Check:
-    """Bridges need the engine to set rules, and keeping sandboxes from the host's addresses needs us to."""
-    remedy = "install iptables and run as root; without it sandboxes have no internet of their own"
-    if shutil.which("iptables") is None:
-        return Check("iptables", False, "there is no iptables here", remedy)
-    process = await asyncio.create_subprocess_exec(
-        "iptables",
-        "-w",
-        "5",
-        "-nL",
-        "FORWARD",
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, error = await process.communicate()
-    if process.returncode:
-        return Check("iptables", False, error.decode("utf-8", "replace").strip(), remedy)
-    return Check("iptables", True, "rules can be read")
+async def _iptables(engine: Engine) -> Check:
+    """Whether sandboxes with internet can be kept from this machine and its networks."""
+    why = await in_thread(firewall.problem) if is_local(engine) else "the engine is on another machine"
+    if why is None:
+        return Check(
+            "iptables", True, "sandboxes with internet can be kept from this machine and its networks"
+        )
+    said = f"only tasks without internet can be run: {why}"
+    return Check("iptables", False, said, firewall.REMEDY)
 
 
 async def _networks(engine: Engine, info: Mapping[str, Any]) -> Check:
     networks = await engine.call("list networks", lambda api: api.networks())
     pools = [(pool["Base"], int(pool["Size"])) for pool in info.get("DefaultAddressPools") or []]
     pools = [pool for pool in pools if ":" not in pool[0]] or list(ENGINE_POOLS)
-    used = [*subnets(networks), *(routes() if _is_local(engine) else ())]
+    used = [*subnets(networks), *(routes() if is_local(engine) else ())]
     left = networks_left(pools, used)
     said = f"{left} of {networks_left(pools, ())} networks left in the engine's address pools"
     remedy = "" if left else 'docker network prune, or give the engine more "default-address-pools"'
-    return Check("networks", not remedy, f"{said}; rollcage needs none of them for a rollout", remedy)
+    bridges, small = sum(1 for _ in RANGES.free_for_bridge(used)), sum(1 for _ in RANGES.free_for_small(used))
+    own = f"of its own it may make {bridges} bridges of {LEASES_PER_BRIDGE} sandboxes and {small} small networks"
+    return Check("networks", not remedy, f"{said}; rollcage needs none of them: {own}", remedy)
 
 
 async def _builder(engine: Engine) -> Check:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import signal
+import socket
+import subprocess
+import sys
+import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +19,7 @@ import pytest
 from rollcage.rollout.outcome import TaskError
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.networks import Networks
-from rollcage.rollout.sandbox.reaper import HOST_LABEL
+from rollcage.rollout.sandbox.reaper import HOST_LABEL, reap
 
 pytestmark = pytest.mark.docker
 
@@ -22,20 +28,12 @@ RANGE = "10.233.0.0/16"
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    engine = Engine(timeout_sec=60)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
 async def host(engine: Engine) -> AsyncIterator[str]:
     host = f"test-{uuid.uuid4().hex[:8]}"
     yield host
     for container in engine.api.containers(all=True, filters={"label": f"{HOST_LABEL}={host}"}):
         engine.api.remove_container(container["Id"], force=True)
-    for network in of(engine, host):
-        engine.api.remove_network(network["Id"])
+    await Networks(engine, host).close()
 
 
 def of(engine: Engine, host: str) -> list[dict[str, Any]]:
@@ -131,33 +129,192 @@ async def test_the_default_range_touches_no_route_of_the_machine(engine: Engine,
                 assert not subnet(network).overlaps(ipaddress.IPv4Network(config["Subnet"]))
 
 
-async def test_containers_on_a_bridge_cannot_reach_each_other(engine: Engine, host: str) -> None:
-    networks = Networks(engine, host, cidr=RANGE)
-    name = (await networks.lease("public")).name
-    api = engine.api
-    config = api.create_host_config(network_mode=name, pids_limit=32, init=True)
-    labels = {HOST_LABEL: host}
-    listen = (
-        "perl -MIO::Socket::INET -e '$s=IO::Socket::INET->new(LocalPort=>7,Listen=>5); $s->accept while 1'"
-    )
-    server = api.create_container(IMAGE, ["sh", "-c", listen], host_config=config, labels=labels)["Id"]
-    api.start(server)
-    address = api.inspect_container(server)["NetworkSettings"]["Networks"][name]["IPAddress"]
-    dial = (
-        "sleep 1; perl -MIO::Socket::INET -e "
-        "'exit(IO::Socket::INET->new(PeerAddr=>shift,PeerPort=>7,Timeout=>2)?0:9)' "
-    )
-    client = api.create_container(IMAGE, ["sh", "-c", dial + address], host_config=config, labels=labels)[
-        "Id"
-    ]
-    api.start(client)
-    assert api.wait(client, timeout=30)["StatusCode"] == 9
-    itself = api.exec_create(server, ["sh", "-c", dial + "127.0.0.1"])["Id"]
-    api.exec_start(itself)
-    assert api.exec_inspect(itself)["ExitCode"] == 0
-
-
 async def test_a_mode_that_nobody_knows_is_unsupported(engine: Engine, host: str) -> None:
     with pytest.raises(TaskError) as caught:
-        await Networks(engine, host).lease("allowlist")
+        await Networks(engine, host).lease("bridge")
     assert caught.value.error_class == "unsupported"
+
+
+async def test_a_thousand_leases_are_nine_hundred_on_one_bridge_and_the_rest_on_another(
+    engine: Engine, host: str
+) -> None:
+    networks = Networks(engine, host, cidr=RANGE)
+    leases = await asyncio.gather(*(networks.lease("public") for _ in range(1000)))
+    count = Counter(lease.name for lease in leases)
+    assert sorted(count.values()) == [100, 900]
+    capacity = networks.capacity()
+    assert (capacity.bridges, capacity.leases, capacity.waiting) == (2, 1000, 0)
+    assert (capacity.bridges_possible, capacity.leases_possible) == (48, 48 * 900)
+    await networks.close()
+    assert of(engine, host) == []
+
+
+# Private networks
+
+
+async def start(engine: Engine, host: str, network: str, alias: str | None = None) -> str:
+    """A container on a network that sleeps, and answers at port 7."""
+    api = engine.api
+    listen = '$s=IO::Socket::INET->new(LocalPort=>7,Listen=>5); while($c=$s->accept){print $c "hello\\n"; close $c}'
+    endpoint = api.create_endpoint_config(aliases=[alias] if alias else None)
+    container = api.create_container(
+        IMAGE,
+        ["perl", "-MIO::Socket::INET", "-e", listen],
+        host_config=api.create_host_config(network_mode=network, pids_limit=32, init=True),
+        networking_config=api.create_networking_config({network: endpoint}),
+        labels={HOST_LABEL: host},
+    )["Id"]
+    api.start(container)
+    return str(container)
+
+
+def hears(engine: Engine, container: str, target: str, port: int = 7, *, within: int = 10) -> str:
+    """What a container hears at a name or address: `there` where somebody takes the connection, then what is said."""
+    look = f"exec 3<>/dev/tcp/{target}/{port} && echo there && head -n 1 <&3"
+    made = engine.api.exec_create(container, ["timeout", str(within), "bash", "-c", look], stderr=False)["Id"]
+    return str(engine.api.exec_start(made).decode())
+
+
+def address(engine: Engine, container: str) -> str:
+    found = engine.api.inspect_container(container)["NetworkSettings"]["Networks"]
+    return str(next(iter(found.values()))["IPAddress"])
+
+
+@pytest.mark.parametrize("internet", [False, True])
+async def test_containers_of_one_task_reach_each_other_by_name_and_nobody_else(
+    engine: Engine, host: str, outside: Any, internet: bool
+) -> None:
+    networks = Networks(engine, host, cidr=RANGE)
+    mine, theirs = [await networks.lease_private(internet) for _ in range(2)]
+    assert mine.name != theirs.name
+    one, two = [await start(engine, host, mine.name, alias) for alias in ("one", "two")]
+    foreign = await start(engine, host, theirs.name, "foreign")
+    public = await start(engine, host, (await networks.lease("public")).name)
+
+    def look() -> None:
+        assert hears(engine, one, "two") == "there\nhello\n"
+        assert hears(engine, two, "one") == "there\nhello\n"
+        assert hears(engine, one, "foreign", within=1) == ""
+        for other in (foreign, public):
+            assert hears(engine, one, address(engine, other), within=1) == ""
+            assert hears(engine, other, address(engine, one), within=1) == ""
+        gateway = subnet(of_name(engine, host, mine.name)).network_address + 1
+        with socket.create_server(("0.0.0.0", 0)) as server:
+            for machine in (str(gateway), "172.17.0.1"):
+                assert hears(engine, one, machine, server.getsockname()[1], within=1) == ""
+        assert hears(engine, one, outside.address, 80, within=1).startswith("there") == internet
+
+    await asyncio.to_thread(look)
+
+
+def of_name(engine: Engine, host: str, name: str) -> dict[str, Any]:
+    return next(network for network in of(engine, host) if network["Name"] == name)
+
+
+async def test_a_private_network_is_used_again(engine: Engine, host: str) -> None:
+    networks = Networks(engine, host, cidr=RANGE)
+    first, second = [await networks.lease_private() for _ in range(2)]
+    networks.release(first)
+    assert networks.capacity().idle == 1
+    assert await networks.lease_private() == first
+    networks.release(second)
+    open_ = await networks.lease_private(internet=True)
+    assert open_ != second
+    assert (networks.capacity().private, networks.capacity().idle) == (2, 1)
+    assert len(of(engine, host)) == 3
+
+
+async def test_a_private_network_on_which_a_container_was_left_is_nobodys(engine: Engine, host: str) -> None:
+    networks = Networks(engine, host, cidr=RANGE)
+    first = await networks.lease_private()
+    left = await start(engine, host, first.name)
+    networks.release(first)
+    assert await networks.lease_private() != first
+    engine.api.remove_container(left, force=True)
+    await networks.close()
+    assert of(engine, host) == []
+
+
+async def test_a_range_without_private_networks_is_waited_for_in_order(engine: Engine, host: str) -> None:
+    # A /26: half of it is two /28.
+    networks = Networks(engine, host, cidr="10.233.240.0/26")
+    assert networks.capacity().small_possible == 2
+    held = [await networks.lease_private() for _ in range(2)]
+    waiting = [
+        asyncio.create_task(networks.lease_private()),
+        asyncio.create_task(networks.lease_private(internet=True)),
+        asyncio.create_task(networks.lease("allowlist", ["198.51.100.1"])),
+    ]
+    done, _ = await asyncio.wait(waiting, timeout=1)
+    assert not done
+    assert networks.capacity().waiting == 3
+    public = await asyncio.wait_for(networks.lease("public"), 20)
+    networks.release(held[0])
+    first = await asyncio.wait_for(waiting[0], 20)
+    assert first == held[0]
+    networks.release(held[1])
+    second = await asyncio.wait_for(waiting[1], 20)  # in the place of the idle one, which is of another kind
+    networks.release(first)
+    third = await asyncio.wait_for(waiting[2], 20)
+    assert len({public.name, second.name, third.name}) == 3
+    assert len(of(engine, host)) == 3
+
+
+async def test_one_who_is_cancelled_while_a_network_is_made_leaves_none(engine: Engine, host: str) -> None:
+    networks = Networks(engine, host, cidr=RANGE)
+    for number in range(8):
+        making = [
+            asyncio.create_task(networks.lease("public")),
+            asyncio.create_task(networks.lease_private(internet=True)),
+            asyncio.create_task(networks.lease("allowlist", ["198.51.100.1"])),
+        ]
+        await asyncio.sleep(0.04 * number)
+        for one in making:
+            one.cancel()
+        await asyncio.wait(making)
+        for one in making:
+            if not one.cancelled():
+                networks.release(one.result())
+        assert networks.leases == 0
+        capacity = networks.capacity()
+        assert len(of(engine, host)) == capacity.bridges + capacity.idle
+    await networks.close()
+    assert of(engine, host) == []
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from rollcage.rollout.sandbox import firewall
+from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.sandbox.networks import Networks
+
+async def main():
+    networks = Networks(Engine(), sys.argv[1], cidr="10.233.0.0/16")
+    await networks.lease("public")
+    await networks.lease("allowlist", ["198.51.100.1"])
+    if sys.argv[2] == "before":
+        firewall.ensure = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    await networks.lease_private(internet=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_what_a_killed_host_leaves_is_removed_with_its_rules(
+    engine: Engine, host: str, moment: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED, host, moment)
+    assert await process.wait() == -signal.SIGKILL
+    left = of(engine, host)
+    assert len(left) == 3
+    interfaces = [network["Options"]["com.docker.network.bridge.name"] for network in left]
+    assert any(f"ROLLCAGE-{name}" in rules() for name in interfaces)
+    assert (await reap(engine, host=host, job=None, now=time.time())).networks == 3
+    assert of(engine, host) == []
+    assert not any(name in rules() for name in interfaces)
+
+
+def rules() -> str:
+    return subprocess.run(["iptables", "-w", "-S"], check=True, capture_output=True, text=True).stdout

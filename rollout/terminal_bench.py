@@ -4,6 +4,7 @@
 |---|---|
 | `task.yaml` | `instruction.md`, `task.toml` |
 | `docker-compose.yaml`, its build context | `environment/`, settings in `task.toml` |
+| a `docker-compose.yaml` of several services | `environment/docker-compose.yaml`, `client` called `main` |
 | `solution.sh`, or commands in `solution.yaml` | `solution/solve.sh` |
 | `run-tests.sh`, `tests/` | `tests/`, with a `test.sh` that runs the former and leaves its verdict |
 
@@ -24,7 +25,7 @@ import yaml
 
 from rollcage.rollout.task import Problem, check_task
 from rollcage.rollout.task_toml import read_text
-from rollcage.rollout.terminal_bench_compose import Service, as_harbor, only_service
+from rollcage.rollout.terminal_bench_compose import Service, as_harbor, mounted_files, only_service
 from rollcage.rollout.terminal_bench_context import copy_context
 from rollcage.rollout.toml_text import toml_text
 
@@ -132,9 +133,9 @@ def _write(work: _Import, config: dict[str, Any], compose: dict[str, Any], made:
     canary = _canary(work.source / "task.yaml")
     environment: dict[str, Any] = {}
     if service is None:
-        copy_context(work.source, made / "environment", Service(), work.notes)
-        text = yaml.safe_dump(as_harbor(compose), sort_keys=False)
-        (made / "environment" / "docker-compose.yaml").write_text(text)
+        mounted = mounted_files(compose)
+        copy_context(work.source, made / "environment", Service(), work.notes, mounted)
+        _write_compose(made, as_harbor(compose))
     else:
         for key, reason in service.left_out.items():
             remedy = "see whether the task can do without"
@@ -145,6 +146,9 @@ def _write(work: _Import, config: dict[str, Any], compose: dict[str, Any], made:
                 copy_context(work.source, made / "environment", service, work.notes)
             else:
                 environment["docker_image"] = service.image
+            if service.kept:
+                (made / "environment").mkdir(exist_ok=True)
+                _write_compose(made, {"services": {"main": service.kept}})
         except ValueError as error:
             work.problem("docker-compose.yaml", str(error), "move what it needs into the task")
             return False
@@ -160,6 +164,11 @@ def _write(work: _Import, config: dict[str, Any], compose: dict[str, Any], made:
     _write_solution(work, made / "solution")
     _write_tests(work, config, made / "tests")
     return True
+
+
+def _write_compose(made: Path, values: dict[str, Any]) -> None:
+    text = yaml.safe_dump(values, sort_keys=False)
+    (made / "environment" / "docker-compose.yaml").write_text(text)
 
 
 def _instruction(work: _Import, config: dict[str, Any]) -> str | None:

@@ -1,15 +1,19 @@
 """The docker-compose.yaml of an old Terminal-Bench task: its one service as a Harbor environment has it.
 
-What one container cannot show of it is named in `Service.left_out`; a file with several services stays a file.
+What one container cannot show of it is named in `Service.left_out`; a file with several services stays one, whose
+`client` is called `main`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from rollcage.rollout.compose_variables import rename_variables
 
 CLIENT = "client"
 HARNESS = {
@@ -33,6 +37,8 @@ _NO_MEANING = frozenset(
 )  # fmt: skip
 """Keys that say nothing about what happens inside one container, or that are read elsewhere."""
 
+_KEPT = frozenset({"extra_hosts", "shm_size", "tmpfs"})
+
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?:(:?[-?])([^}]*))?\}|(\w+))")
 _IDLE = re.compile(
     r"(/bin/)?(ba)?sh|cat|(sh -c |bash -c )?(exec )?(sleep (infinity|inf|\d+\w?)|tail -f /dev/null)"
@@ -47,7 +53,8 @@ _BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 class Service:
     """One service. Paths are as in the file, relative to the task. `mounts` are (path of the task, path inside).
 
-    `left_out`: key and reason, for what a single container of ours does not do.
+    `left_out`: key and reason, for what a single container of ours does not do. `kept`: keys that only a
+    docker-compose.yaml can say.
     """
 
     context: str = "."
@@ -64,6 +71,7 @@ class Service:
     network_mode: str | None = None
     healthcheck: dict[str, Any] | None = None
     left_out: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 def only_service(compose: Mapping[str, Any]) -> Service | None:
@@ -85,19 +93,45 @@ def as_harbor(compose: Mapping[str, Any]) -> dict[str, Any]:
     client = CLIENT if CLIENT in services else next(iter(services))
     harbor: dict[str, Any] = {}
     for name, service in services.items():
-        service = {key: value for key, value in service.items() if key != "container_name"}
+        service = dict(service)
         if name == client:
             service.pop("image", None) if "build" in service else None
-            service["volumes"] = [v for v in service.get("volumes", []) if not _is_log_volume(v)]
+            service.pop("container_name", None)
+            volumes = [v for v in service.pop("volumes", None) or [] if not _is_log_volume(v)]
+            service |= {"volumes": volumes} if volumes else {}
             name = "main"
-        if isinstance(waits := service.get("depends_on"), list):
-            service["depends_on"] = ["main" if other == client else other for other in waits]
-        elif isinstance(waits, dict):
-            service["depends_on"] = {
-                ("main" if other == client else other): how for other, how in waits.items()
-            }
+        for key in ("depends_on", "links"):
+            if isinstance(others := service.get(key), list):
+                service[key] = ["main" if other == client else other for other in others]
+            elif isinstance(others, dict):
+                service[key] = {("main" if other == client else other): how for other, how in others.items()}
+        if service.get("network_mode") == f"service:{client}":
+            service["network_mode"] = "service:main"
+        if name == "main" and not service.get("network_mode"):
+            service["networks"] = _with_alias(service.get("networks"), client)
         harbor[name] = _deep(service)
     return {**{key: _deep(value) for key, value in compose.items() if key != "services"}, "services": harbor}
+
+
+def _with_alias(networks: Any, name: str) -> dict[str, Any]:
+    """The networks of the agent's service, on each of which it keeps the name that the others know."""
+    if not isinstance(networks, dict):
+        networks = dict.fromkeys(networks or ["default"])
+    return {
+        network: {**(how or {}), "aliases": [*((how or {}).get("aliases") or []), name]}
+        for network, how in networks.items()
+    }
+
+
+def mounted_files(compose: Mapping[str, Any]) -> set[str]:
+    """The files and folders of the task that any service mounts, as paths in the task."""
+    found: set[str] = set()
+    for service in compose["services"].values():
+        for volume in service.get("volumes") or []:
+            source = volume.get("source") if isinstance(volume, dict) else str(volume).partition(":")[0]
+            if str(source).startswith("."):
+                found.add(os.path.normpath(resolve(str(source))))
+    return found
 
 
 def resolve(text: str) -> str:
@@ -117,7 +151,7 @@ def resolve(text: str) -> str:
 
 def _deep(value: Any) -> Any:
     if isinstance(value, str):
-        return resolve(value)
+        return rename_variables(value, HARNESS)
     if isinstance(value, list):
         return [_deep(item) for item in value]
     if isinstance(value, dict):
@@ -131,6 +165,8 @@ def _service(raw: Mapping[str, Any]) -> Service:
         reader = _READERS.get(key)
         if reader is not None:
             reader(service, value)
+        elif key in _KEPT:
+            service.kept[key] = _deep(value)
         elif key not in _NO_MEANING and not key.startswith("x-"):
             service.left_out[key] = "is not done for a task of one container"
     _build(service, raw)

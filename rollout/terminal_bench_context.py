@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from rollcage.rollout.terminal_bench_compose import Service
@@ -20,8 +21,11 @@ SOLUTION_FILES = frozenset({"solution.sh", "solution.yaml"})
 _COPY = re.compile(r"^\s*(?:COPY|ADD)\s+(.*)$", re.IGNORECASE)
 
 
-def copy_context(source: Path, target: Path, service: Service, notes: list[str]) -> None:
-    """Write `target` with a Dockerfile and all that it copies; mounts of the task's files become copies.
+def copy_context(
+    source: Path, target: Path, service: Service, notes: list[str], mounted: Collection[str] = ()
+) -> None:
+    """Write `target` with a Dockerfile and all that it copies; mounts of the task's files become copies. `mounted`
+    are files that a docker-compose.yaml mounts.
 
     Notes say what the agent will see of tests or solution. Raises `ValueError` where the context is outside of
     the task, `OSError` where it cannot be copied.
@@ -35,7 +39,7 @@ def copy_context(source: Path, target: Path, service: Service, notes: list[str])
         text = f"FROM {service.image}\n"
     asked = _copied(text or "")
     if context == source:
-        asked |= {os.path.normpath(path) for path, _ in service.mounts}
+        asked |= {os.path.normpath(path) for path, _ in service.mounts} | set(mounted)
     target.mkdir()
     for entry in sorted(context.iterdir()):
         if context != source or _goes_along(entry.name, asked):

@@ -220,20 +220,45 @@ def test_what_one_container_of_ours_does_not_do_is_named(tmp_path: Path, line: s
     assert problem.error_class == "unsupported"
 
 
-def test_several_services_are_carried_over_and_said_to_be_unsupported(tmp_path: Path) -> None:
+def test_several_services_become_a_task_of_several_containers(tmp_path: Path) -> None:
     compose = (
         COMPOSE_YAML + "    depends_on: [db]\n  db:\n    image: ${T_BENCH_TASK_DOCKER_NAME_PREFIX}__db\n"
+        "    command: echo $$HOME ${PORT:-80}\n    volumes: ['./tests/data:/data']\n"
     )
-    report = imported(tmp_path, compose=compose + "    depends_on: {client: {condition: service_started}}\n")
+    report = imported(tmp_path, compose=compose)
+    assert (report.written, report.problems) == (True, ())
+    text = (report.target / "environment/docker-compose.yaml").read_text()
+    assert "T_BENCH" not in text
+    assert (report.target / "environment/Dockerfile").is_file()
+    assert (report.target / "environment/tests").is_dir()
+    task = load_task(report.target)
+    assert task.environment.compose is not None
+    services = task.environment.compose.services({})
+    assert set(services) == {"main", "db"}
+    assert services["main"].aliases == ("client",)
+    assert [wait.service for wait in services["main"].depends] == ["db"]
+    assert services["db"].image == "task__db"
+    assert services["db"].command == ("echo", "$HOME", "80")
+
+
+def test_what_only_a_compose_file_can_say_of_one_service_stays_in_one(tmp_path: Path) -> None:
+    body = "    build: .\n    tmpfs: ['/cache:size=1m']\n    shm_size: 64m\n"
+    report = imported(tmp_path, compose=f"services:\n  client:\n{body}")
+    assert report.problems == ()
+    compose = load_task(report.target).environment.compose
+    assert compose is not None
+    main = compose.services({})["main"]
+    assert (main.tmpfs, main.shm_mb) == ({"/cache": "size=1m"}, 64)
+
+
+def test_services_that_cannot_be_run_are_named_in_the_report(tmp_path: Path) -> None:
+    compose = COMPOSE_YAML + "  db: {image: db, privileged: true, depends_on: [client]}\n"
+    report = imported(tmp_path, compose=compose)
     assert report.written
     [problem] = report.problems
     assert problem.error_class == "unsupported"
-    assert "several containers" in problem.message
-    text = (report.target / "environment/docker-compose.yaml").read_text()
-    assert "T_BENCH" not in text
-    assert "main:" in text
-    assert "client" not in text
-    assert (report.target / "environment/Dockerfile").is_file()
+    assert "services.db.privileged" in problem.message
+    assert problem.line is not None
 
 
 def test_commands_that_were_waited_for_become_a_script(tmp_path: Path) -> None:

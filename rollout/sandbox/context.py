@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -166,22 +166,28 @@ class _Rules:
         return ignored
 
 
-def _ignore_rules(root: Path, dockerfile: str) -> _Rules:
+def _ignore_rules(root: Path, dockerfile: str) -> Callable[[str], bool]:
     for name in (f"{dockerfile}.dockerignore", ".dockerignore"):
         if (root / name).is_file():
             text = (root / name).read_text("utf-8", "surrogateescape").removeprefix("\ufeff")
             try:
-                return _Rules(tuple(_rules(text)))
+                return ignore_patterns(line for line in text.splitlines() if not line.startswith("#"))
             except ValueError as error:
                 said = f"{name}: {error}"
                 raise BuildError("task_malformed", said, Evidence(said, said_by="task files")) from None
     return _Rules(())
 
 
-def _rules(text: str) -> Iterator[tuple[bool, re.Pattern[str]]]:
-    for line in text.splitlines():
+def ignore_patterns(lines: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a path is one of those that these patterns of a `.dockerignore` name, or below one. Raises
+    `ValueError` for a pattern that is none."""
+    return _Rules(tuple(_rules(lines)))
+
+
+def _rules(lines: Iterable[str]) -> Iterator[tuple[bool, re.Pattern[str]]]:
+    for line in lines:
         pattern = line.strip()
-        if line.startswith("#") or not pattern:
+        if not pattern:
             continue
         exception = pattern.startswith("!")
         pattern = os.path.normpath("/" + pattern.removeprefix("!").strip()).lstrip("/")

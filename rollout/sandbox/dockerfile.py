@@ -28,6 +28,9 @@ EXACTLY_ONE = frozenset({"MAINTAINER", "USER", "WORKDIR", "STOPSIGNAL"})
 
 _SPACES = re.compile(r"[\t\v\f\r ]+")
 _DIRECTIVE = re.compile(r"#\s*([a-zA-Z][a-zA-Z0-9]*)\s*=\s*(.+?)\s*$")
+_PLAIN_FRONTEND = re.compile(
+    r"(?:docker\.io/)?docker/dockerfile(?:-upstream)?(?::[\w.-]+)?(?:@sha256:[0-9a-f]{64})?"
+)
 _HEREDOC = re.compile(r"(\d*)<<(-?)\s*([^<]*)", re.ASCII)
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 
@@ -114,12 +117,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Dockerfile:
-    """`global_args` are the ARGs before the first FROM."""
+    """`global_args` are the ARGs before the first FROM; `syntax` is what `# syntax=` asks for."""
 
     file: str
     escape: str
     global_args: tuple[Instruction, ...]
     stages: tuple[Stage, ...]
+    syntax: str | None = None
 
     def error(self, at: Instruction, problem: str, remedy: str, *, token: str = "") -> DockerfileError:
         """A `dockerfile_parse` at this instruction, at `token` where it stands in its text."""
@@ -188,7 +192,7 @@ def parse(text: str, *, file: str = "Dockerfile") -> Dockerfile:
         raise DockerfileError(
             "dockerfile_parse", file, max(reader.at, 1), 1, "there is no FROM", "begin with FROM and an image"
         )
-    return Dockerfile(file, reader.escape, tuple(global_args), tuple(stages))
+    return Dockerfile(file, reader.escape, tuple(global_args), tuple(stages), reader.syntax)
 
 
 def _stage(at: Instruction, reader: _Reader) -> Stage:
@@ -217,6 +221,7 @@ class _Reader:
     text: str
     file: str
     escape: str = "\\"
+    syntax: str | None = None
     at: int = 0
     _lines: list[str] = field(default_factory=list)
     _directives: set[str] | None = field(default_factory=set)
@@ -270,6 +275,17 @@ class _Reader:
                 "dockerfile_parse", self.file, index + 1, 1, f"# {key}= is given twice", "keep one of them"
             )
         self._directives.add(key)
+        if key == "syntax":
+            self.syntax = match[2]
+            if not _PLAIN_FRONTEND.fullmatch(match[2]):
+                raise DockerfileError(
+                    "unsupported",
+                    self.file,
+                    index + 1,
+                    line.find(match[2]) + 1,
+                    f"# syntax={match[2]} is no Dockerfile of Docker's",
+                    "write a plain Dockerfile, or build the image yourself and set docker_image",
+                )
         if key == "escape":
             if match[2] not in ("\\", "`"):
                 raise DockerfileError(

@@ -1,4 +1,4 @@
-"""Dockerfiles for any builder: what BuildKit alone can read, said as the classic builder can read it too.
+"""Dockerfiles for any builder: what new frontends alone can read, said as the classic builder can read it too.
 
 The result means what BuildKit would make of the original:
 
@@ -7,13 +7,17 @@ The result means what BuildKit would make of the original:
   the shell with its body.
 - `COPY <<EOF /f` becomes a file beside the context with mode 0644, expanded here where its delimiter is not
   quoted.
-- `COPY --chmod` of files in the context becomes a copy of them with those modes. `--link` and cache mounts
-  are left out: they make a build faster and nothing else.
+- `COPY --chmod`, `--parents` and `--exclude` of files in the context become a copy of a tree with those files and
+  modes. `--link` is left out: it makes a build faster and nothing else. So are cache mounts where there is no BuildKit.
 - Stages that the last one does not need are left out, and so are their base images.
 - `ARG TARGETARCH` and its like get their values.
 
-Anything else that needs BuildKit is refused as `unsupported`, by name and line. The rules are those of
-https://docs.docker.com/reference/dockerfile/ and of the frontend in https://github.com/moby/buildkit.
+What only BuildKit can do (`RUN --mount`, `COPY --from --chmod`) stays as it is for an engine that offers it, and the
+result says so; all else is lowered for it too, because its built-in frontend may be an old one. What cannot be had is
+refused as `unsupported`, by name and line. The rules are those of https://docs.docker.com/reference/dockerfile/ and
+of the frontend in https://github.com/moby/buildkit.
+
+`# syntax=` names a frontend to be fetched from a registry. It is not: the features of Docker's frontends are here.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from rollcage.rollout.sandbox.context import Context, InlineFile
 from rollcage.rollout.sandbox.copies import Copies
 from rollcage.rollout.sandbox.dockerfile import (
     Dockerfile,
+    DockerfileError,
     Heredoc,
     Instruction,
     Stage,
@@ -35,14 +40,19 @@ from rollcage.rollout.sandbox.dockerfile import (
     key_values,
     parse,
 )
+from rollcage.rollout.sandbox.mounts import Api, RunFlags
 from rollcage.rollout.sandbox.stages import Plan, add_args, expanded, platform_args
+from rollcage.rollout.sandbox.trust import Trust
 from rollcage.rollout.sandbox.words import CLASSIC_LACKS, array, on_lines, quoted
 
-LOWERING_VERSION = 1
+LOWERING_VERSION = 2
 """Part of an image's digest: raise it when the same Dockerfile is lowered to something else."""
 
 DEFAULT_SHELL = ("/bin/sh", "-c")
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+COUNTED = frozenset({"FROM", "RUN", "COPY", "ADD", "WORKDIR"})
+"""Instructions that BuildKit counts when it shows `[stage 2/5]`."""
 
 ARGUMENT_CHARS = 30_000
 """Linux takes 128 KiB in one argument; a character is 4 bytes at most."""
@@ -71,11 +81,25 @@ class BaseConfig:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One instruction of a lowered Dockerfile: the one in the author's that it comes from, its stage's name as
+    BuildKit shows it, and its number among those that BuildKit counts there (from 1, FROM; None: not counted)."""
+
+    origin: Instruction
+    keyword: str
+    stage: str
+    number: int | None
+
+
+@dataclass(frozen=True)
 class Lowered:
-    """A Dockerfile for the classic builder, and the files that it needs beside the context."""
+    """A Dockerfile for the engine's builder, and the files that it needs beside the context. `steps` are its
+    instructions in order. `buildkit`: only BuildKit can build it."""
 
     dockerfile: str
     files: tuple[InlineFile, ...]
+    steps: tuple[Step, ...] = ()
+    buildkit: bool = False
 
 
 def lower(
@@ -86,43 +110,87 @@ def lower(
     build_args: Mapping[str, str] | None = None,
     platform: str = "linux/amd64",
     labels: Mapping[str, str] | None = None,
+    buildkit: Api | None = None,
+    trust: Trust | None = None,
 ) -> Lowered:
     """Lower a Dockerfile over `context`.
 
     `bases` has the configuration of each of `stages.base_images`; one that is missing counts as empty.
     `labels` are set at the head of every stage, so that all images and containers of the build carry them.
+    `buildkit`: the API version of an engine that offers it. `trust`: what RUN steps are to trust.
     Raises `DockerfileError`: `dockerfile_parse`, `unsupported`, or `image_build` for a source that the
     context lacks.
     """
     plan = Plan.of(dockerfile, build_args or {}, platform)
-    work = _Lowering(plan, Copies(plan, context), dict(bases or {}), dict(labels or {}))
+    work = _Lowering.of(plan, context, bases, labels, buildkit, trust)
     head = [] if dockerfile.escape == "\\" else [f"# escape={dockerfile.escape}"]
-    lines = [*head, *(at.verbatim for at in dockerfile.global_args)]
+    for at in dockerfile.global_args:
+        work.put(at, [at.verbatim])
     for index in plan.needed:
-        lines += work.stage(index)
-    return Lowered("\n".join(lines) + "\n", tuple(work.copies.files))
+        work.stage(index)
+    files = (*work.copies.files, *(trust.files if trust else ()))
+    return Lowered(
+        "\n".join([*head, *work.lines]) + "\n", files, tuple(work.steps), work.copies.needs_buildkit
+    )
+
+
+def problems(
+    dockerfile: Dockerfile, context: Context, *, buildkit: Api | None = None
+) -> list[DockerfileError]:
+    """All that `lower` would refuse, as far as it can be told without the base images: a source whose path holds a
+    variable that they may set is not looked for."""
+    try:
+        plan = Plan.of(dockerfile, {}, "linux/amd64")
+    except DockerfileError as error:
+        return [error]
+    work = _Lowering.of(plan, context, None, None, buildkit, None)
+    work.errors = []
+    for index in plan.needed:
+        work.stage(index)
+    return work.errors
 
 
 @dataclass
 class _State:
-    """What holds at one place of a stage. `args` are the ARGs among `env`."""
+    """What holds at one place of a stage. `args` are the ARGs among `env`. `trusting`: it has `Trust.files`."""
 
     env: dict[str, str]
     shell: tuple[str, ...]
     args: dict[str, str] = field(default_factory=dict)
+    trusting: bool = False
 
 
 @dataclass
 class _Lowering:
-    """Lowers stage after stage. `ends` holds how each one ended, for the stages based on it."""
+    """Lowers stage after stage into `lines`, and says in `steps` what each is. `ends` holds how each stage ended, for
+    those based on it. With `errors`, what is wrong is put there, and the rest is looked at all the same."""
 
     plan: Plan
     copies: Copies
+    flags: RunFlags
     bases: dict[str, BaseConfig]
     labels: dict[str, str]
+    trust: Trust | None = None
+    errors: list[DockerfileError] | None = None
+    lines: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     ends: dict[int, _State] = field(default_factory=dict)
     index: int = 0
+    counted: int = 0
     state: _State = field(default_factory=lambda: _State({}, ()))
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        context: Context,
+        bases: Mapping[str, BaseConfig] | None,
+        labels: Mapping[str, str] | None,
+        buildkit: Api | None,
+        trust: Trust | None,
+    ) -> _Lowering:
+        copies, flags = Copies(plan, context, buildkit), RunFlags(plan, context, buildkit)
+        return cls(plan, copies, flags, dict(bases or {}), dict(labels or {}), trust)
 
     @property
     def dockerfile(self) -> Dockerfile:
@@ -132,27 +200,53 @@ class _Lowering:
     def escape(self) -> str:
         return self.plan.dockerfile.escape
 
-    def stage(self, index: int) -> list[str]:
-        self.index = index
+    def put(self, origin: Instruction, lines: Sequence[str]) -> None:
+        """Add instructions that take the place of `origin`."""
+        for line in lines:
+            keyword = line.split(maxsplit=1)[0].upper()
+            self.counted += keyword in COUNTED
+            number = self.counted if keyword in COUNTED else None
+            self.lines.append(line)
+            self.steps.append(Step(origin, keyword, self._shown_name(), number))
+
+    def _shown_name(self) -> str:
+        name = self.dockerfile.stages[self.index].name
+        return name or f"stage-{self.plan.needed.index(self.index)}"
+
+    def stage(self, index: int) -> None:
+        self.index, self.counted = index, 0
         stage = self.dockerfile.stages[index]
         base = self.plan.base_stage[index]
         name = f" AS {stage.name}" if stage.name else ""
-        lines = [f"FROM {self._platform(stage)}{self.plan.bases[index]}{name}"]
+        self.put(stage.start, [f"FROM {self._platform(stage)}{self.plan.bases[index]}{name}"])
         if base is None:
             config = self.bases.get(self.plan.bases[index], BaseConfig())
             self.state = _State({"PATH": DEFAULT_PATH, **config.env}, config.shell or DEFAULT_SHELL)
             if self.labels:
                 pairs = (f"{key}={quoted(value, self.escape)}" for key, value in self.labels.items())
-                lines.append("LABEL " + " ".join(pairs))
+                self.put(stage.start, ["LABEL " + " ".join(pairs)])
             self._onbuild(stage, config.onbuild)
         else:
             before = self.ends[base]
-            self.state = _State(dict(before.env), before.shell, dict(before.args))
-            lines += [f"ARG {key}={quoted(value, self.escape)}" for key, value in before.args.items()]
+            self.state = _State(dict(before.env), before.shell, dict(before.args), before.trusting)
+            lines = [f"ARG {key}={quoted(value, self.escape)}" for key, value in before.args.items()]
+            self.put(stage.start, lines)
+        if self.trust is not None and any(at.keyword == "RUN" for at in stage.instructions):
+            self.put(stage.start, self.trust.instructions(self.escape, with_files=not self.state.trusting))
+            self.state.trusting = True
         for at in stage.instructions:
-            lines += self._instruction(at)
+            try:
+                if self.errors is None or not self._depends_on_base(at):
+                    self.put(at, self._instruction(at))
+            except DockerfileError as error:
+                if self.errors is None:
+                    raise
+                self.errors.append(error)
         self.ends[index] = self.state
-        return lines
+
+    def _depends_on_base(self, at: Instruction) -> bool:
+        names = re.findall(r"\$\{?(\w+)", " ".join(at.words)) if at.keyword in ("COPY", "ADD") else []
+        return any(name not in self.state.env for name in names)
 
     def _platform(self, stage: Stage) -> str:
         if stage.platform is None:
@@ -213,14 +307,13 @@ class _Lowering:
         ]
 
     def _run(self, at: Instruction) -> str:
-        for flag in at.flags:
-            if not _changes_nothing(flag):
-                raise self.dockerfile.unsupported(
-                    at, f"RUN {flag} needs BuildKit", _instead_of(flag), flag.split("=")[0]
-                )
+        flags = self.flags.lower(at, self.index, self.state.env)
+        self.copies.needs_buildkit |= bool(flags)
         if at.heredocs:
-            return "RUN " + array(self._heredoc_command(at), self.escape)
-        return on_lines("RUN " + at.rest, self.escape) if at.flags else at.verbatim
+            return " ".join(["RUN", *flags, array(self._heredoc_command(at), self.escape)])
+        if not at.flags:
+            return at.verbatim
+        return on_lines(" ".join(["RUN", *flags, at.rest]), self.escape)
 
     def _heredoc_command(self, at: Instruction) -> list[str]:
         """What BuildKit would start for a RUN with heredocs."""
@@ -259,20 +352,3 @@ class _Lowering:
 
     def _expanded(self, at: Instruction, text: str) -> str:
         return expanded(self.dockerfile, at, text, self.state.env)
-
-
-def _changes_nothing(flag: str) -> bool:
-    """Whether a flag of RUN can be left out and the result stays the same."""
-    name, _, value = flag.removeprefix("--").partition("=")
-    if name == "mount":
-        options = dict(option.strip().partition("=")[::2] for option in value.split(","))
-        return options.get("type") == "cache" and "from" not in options
-    return (name, value) in (("network", "default"), ("security", "sandbox"))
-
-
-def _instead_of(flag: str) -> str:
-    if "type=bind" in flag or (flag.startswith("--mount") and "type=" not in flag):
-        return "COPY the files before this step"
-    if "type=secret" in flag or "type=ssh" in flag:
-        return "a build has no secrets; use a build argument or fetch the files beforehand"
-    return "take the flag out"

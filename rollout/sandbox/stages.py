@@ -6,11 +6,16 @@ numbers in FROM and `COPY --from` are resolved as the builder would, with the AR
 
 from __future__ import annotations
 
+import csv
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollcage.rollout.sandbox.dockerfile import Dockerfile, Instruction, arg_values
 from rollcage.rollout.sandbox.words import WordError, expand
+
+SAME_OPTION = {"src": "source", "dst": "target", "destination": "target", "ro": "readonly", "rw": "readwrite"}
+"""Options of `--mount` that have two names."""
 
 
 def platform_args(platform: str) -> dict[str, str]:
@@ -24,17 +29,17 @@ def platform_args(platform: str) -> dict[str, str]:
 def base_images(
     dockerfile: Dockerfile, *, build_args: Mapping[str, str] | None = None, platform: str = "linux/amd64"
 ) -> tuple[str, ...]:
-    """References of the images that a build needs: those of FROM and of `COPY --from`, in order, once each.
-    Stages that the last one does not need ask for none. Raises `DockerfileError`."""
+    """References of the images that a build needs: those of FROM, of `COPY --from` and of mounts, in order, once
+    each. Stages that the last one does not need ask for none. Raises `DockerfileError`."""
     plan = Plan.of(dockerfile, build_args or {}, platform)
     found: dict[str, None] = {}
     for index in plan.needed:
         if plan.base_stage[index] is None and plan.bases[index] != "scratch":
             found[plan.bases[index]] = None
         for at in dockerfile.stages[index].instructions:
-            source = at.flag("from") if at.keyword == "COPY" else None
-            if source is not None and plan.stage_of(source, index, at) is None:
-                found[source] = None
+            for source in sources(at):
+                if source != "scratch" and plan.stage_of(source, index, at) is None:
+                    found[source] = None
     return tuple(found)
 
 
@@ -62,7 +67,14 @@ class Plan:
                 raise dockerfile.error(
                     stage.start,
                     f"FROM {stage.base} names no image",
-                    "give its ARG a default",
+                    "give its ARG a default before the first FROM",
+                    token=stage.base,
+                )
+            if "$" in stage.base and re.search(r"[:/@]$|:@|//", bases[-1]):
+                raise dockerfile.error(
+                    stage.start,
+                    f"FROM {stage.base} comes out as {bases[-1]!r}",
+                    "give its ARG a default before the first FROM",
                     token=stage.base,
                 )
         names = [stage.name for stage in dockerfile.stages]
@@ -103,9 +115,43 @@ class Plan:
     def _needs(self, index: int) -> list[int]:
         found = [self.base_stage[index]]
         for at in self.dockerfile.stages[index].instructions:
-            if at.keyword == "COPY" and (source := at.flag("from")) is not None:
-                found.append(self.stage_of(source, index, at))
+            found += [self.stage_of(source, index, at) for source in sources(at)]
         return [stage for stage in found if stage is not None]
+
+
+def until(dockerfile: Dockerfile, target: str) -> Dockerfile:
+    """The Dockerfile up to the stage of this name or number, which is then the one that is built. Raises
+    `DockerfileError`."""
+    names = [stage.name for stage in dockerfile.stages]
+    if target.lower() in names:
+        found = len(names) - 1 - names[::-1].index(target.lower())
+    elif target.isdecimal() and int(target) < len(names):
+        found = int(target)
+    else:
+        raise dockerfile.error_at(
+            1, 1, f"there is no stage {target!r} to build", "name one: FROM ... AS name"
+        )
+    return replace(dockerfile, stages=dockerfile.stages[: found + 1])
+
+
+def sources(at: Instruction) -> list[str]:
+    """The stages and images that an instruction takes files from, as written."""
+    if at.keyword == "COPY":
+        origin = at.flag("from")
+        return [] if origin is None else [origin]
+    flags = [flag.removeprefix("--mount=") for flag in at.flags if flag.startswith("--mount=")]
+    mounts = [mount_options(flag) for flag in flags] if at.keyword == "RUN" else []
+    return [origin for mount in mounts if (origin := mount.get("from"))]
+
+
+def mount_options(value: str) -> dict[str, str | None]:
+    """The options of one `RUN --mount`, by their full names, as written; None for one without a value."""
+    options: dict[str, str | None] = {}
+    for text in next(csv.reader([value]), []):
+        key, sign, found = text.partition("=")
+        name = key.strip().lower()
+        options[SAME_OPTION.get(name, name)] = found if sign else None
+    return options
 
 
 def expanded(dockerfile: Dockerfile, at: Instruction, text: str, env: Mapping[str, str]) -> str:

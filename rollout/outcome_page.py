@@ -19,13 +19,15 @@ classes.
 - Unknown is `internal_error` with no reward, never a 0.
 - The first fault names the attempt; a later one, in teardown for instance, is added to its evidence.
 - A quarantined task gets no further attempt in the job; its rollouts that wait end `invalid` with the class.
+- A verifier's error quarantines its task once two of its rollouts have spent their retries on one, or the only rollout
+  that it has: what a single one meets may be its own agent's doing.
 - Only the failed sample is run again, never its whole group.
 """
 
 _QUARANTINE = {
     Quarantine.NEVER: "no",
     Quarantine.AT_ONCE: "at once",
-    Quarantine.AFTER_RETRIES: "after the retries",
+    Quarantine.AFTER_RETRIES: "after the retries of two",
 }
 
 

@@ -119,7 +119,9 @@ _REGISTRY = (
     ),
     Rule("image_pull", r"unexpected HTTP status: 5\d\d|HTTP status: 5\d\d|status code 5\d\d|bad gateway"),
     Rule("image_pull", r"^unauthorized|: unauthorized|filesystem layer verification failed|blob unknown"),
-    Rule("base_image_missing", r"pull access denied for"),
+    # What the engine makes of a registry's DENIED without details, ghcr.io's for one: the bare code, which also
+    # stands for what does not exist.
+    Rule("base_image_missing", r"pull access denied for|(^|: )denied$"),
     Rule("base_image_missing", r"manifest (for \S+ |for |)(not found|unknown)|manifest unknown|name unknown"),
     Rule("base_image_missing", r"requested access to the resource is denied|repository \S+ not found"),
     Rule("base_image_missing", r"repository name not known to registry|repository does not exist"),

@@ -1,18 +1,19 @@
 """Removes what dead workers left on an engine: by our labels and their deadlines, and nothing else.
 
-Containers and networks are ours where they have `rollcage.host`, images where they have `rollcage.build`. One that
-lacks the label is never touched, whatever its name.
+Containers, volumes and networks are ours where they have `rollcage.host`, images where they have
+`rollcage.build`. One that lacks the label is never touched, whatever its name.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,9 @@ import psutil
 import requests
 from docker.errors import APIError, NotFound
 
+from rollcage.rollout.sandbox import firewall
 from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.sandbox.firewall import in_thread
 
 HOST_LABEL = "rollcage.host"
 JOB_LABEL = "rollcage.job"
@@ -40,6 +43,9 @@ LONGEST_BUILD_SEC = 24 * 3600.0
 """An unfinished image of another host is left over once it is older than any build."""
 
 
+SETTLE_SEC, SETTLE_LOOKS = 0.5, 10
+"""How often a dead host is looked after again: see `reap_dead`."""
+
 CLOCK_SEC = 5
 """A process's start is computed from the boot's, which moves a little when the clock is set."""
 
@@ -53,6 +59,10 @@ class Reaped:
     containers: int = 0
     networks: int = 0
     images: int = 0
+    volumes: int = 0
+
+    def plus(self, other: Reaped) -> Reaped:
+        return Reaped(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 async def reap(
@@ -60,8 +70,8 @@ async def reap(
 ) -> Reaped:
     """Remove containers past their deadline at `now` (Unix seconds), and those of this host and job (of both
     where both are given; none but those past their deadline where neither is). Then networks and unfinished
-    images: this host's, and of any other those past their deadline. With `images`, finished ones too: those that
-    this host built (None: that any did) and no container uses.
+    images: this host's, and of any other those past their deadline. Volumes go as the containers do. With
+    `images`, finished ones too: those that this host built (None: that any did) and no container uses.
 
     What is gone already, or in use, is no error. Raises `SandboxError`.
     """
@@ -74,9 +84,11 @@ async def reap(
             removed += await _remove(
                 engine, "remove a container", partial(_remove_container, container["Id"])
             )
+    volumes = await _remove_volumes(engine, host, job, now)
     networks = await remove_networks(engine, host, now=now)
     unfinished = await remove_dangling_images(engine, host, now=now)
-    return Reaped(removed, networks, unfinished + (await _remove_built_images(engine, host) if images else 0))
+    finished = await _remove_built_images(engine, host) if images else 0
+    return Reaped(removed, networks, unfinished + finished, volumes)
 
 
 def host_name() -> str:
@@ -84,13 +96,41 @@ def host_name() -> str:
     return f"{_machine()}-{os.getpid()}-{_start(os.getpid()):x}-{uuid.uuid4().hex[:4]}"
 
 
+async def reap_dead(engine: Engine, *, now: float, settle_sec: float = SETTLE_SEC) -> Reaped:
+    """Remove what is past its deadline at `now`, and everything of hosts whose process on this machine is gone.
+
+    The engine may still be busy with what a host asked before it was killed: where anything of one was there, look
+    again after `settle_sec` until nothing is, `SETTLE_LOOKS` times at most. Raises `SandboxError`.
+    """
+    total = await reap(engine, host=None, job=None, now=now)
+    for _ in range(SETTLE_LOOKS):
+        dead = await dead_hosts(engine)
+        if not dead:
+            break
+        for host in sorted(dead):
+            steps = await engine.call("remove a build's containers", partial(_remove_build_containers, host))
+            found = await reap(engine, host=host, job=None, now=now)
+            total = total.plus(found).plus(Reaped(containers=steps))
+        await asyncio.sleep(settle_sec)
+    return total
+
+
 async def dead_hosts(engine: Engine) -> set[str]:
     """The hosts that have something on the engine, and whose process on this machine is gone. Nothing is said of
     hosts of other machines. Raises `SandboxError`."""
-    wanted = {"label": HOST_LABEL}
-    containers = await engine.call("list containers", lambda api: api.containers(all=True, filters=wanted))
-    networks = await engine.call("list networks", lambda api: api.networks(filters=wanted))
-    labels = [found.get("Labels") or {} for found in (*containers, *networks)]
+    ours, built = {"label": HOST_LABEL}, {"label": BUILD_LABEL}
+
+    def look(api: Any) -> list[Mapping[str, str]]:
+        found = [*api.containers(all=True, filters=ours), *api.networks(filters=ours)]
+        found += api.volumes(filters=ours).get("Volumes") or []
+        labels: list[Mapping[str, str]] = [one.get("Labels") or {} for one in found]
+        # A sandbox has its image's labels too, and that image may be another host's, which is long gone.
+        steps = [one.get("Labels") or {} for one in api.containers(all=True, filters=built)]
+        unnamed = [one.get("Labels") or {} for one in api.images(filters={**built, "dangling": True})]
+        builds = [label for label in (*steps, *unnamed) if HOST_LABEL not in label]
+        return labels + [{HOST_LABEL: label.get(BUILD_LABEL, "")} for label in builds]
+
+    labels = await engine.call("list what there is of ours", look)
     return {host for host in (label.get(HOST_LABEL, "") for label in labels) if _is_dead(host)}
 
 
@@ -121,13 +161,14 @@ def _is_dead(host: str) -> bool:
 
 
 async def remove_networks(engine: Engine, host: str | None, *, now: float) -> int:
-    """Remove networks to which nothing is attached: this host's, and any past their deadline. Returns how
-    many."""
+    """Remove networks to which nothing is attached: this host's, and any past their deadline; then the rules for
+    networks that are gone. Returns how many networks."""
     networks = await engine.call("list networks", lambda api: api.networks(filters={"label": HOST_LABEL}))
     removed = 0
     for network in networks:
         if _is_due(network.get("Labels") or {}, host, None, now):
             removed += await _remove(engine, "remove a network", partial(_remove_network, network["Id"]))
+    await in_thread(firewall.sweep)
     return removed
 
 
@@ -166,6 +207,20 @@ def wait_for_build_containers(api: Any, *, host: str) -> None:
                 continue
 
 
+def _remove_build_containers(host: str, api: Any) -> int:
+    """Remove the containers of steps of this host's builds; how many."""
+    removed = 0
+    for container in api.containers(all=True, filters={"label": f"{BUILD_LABEL}={host}"}):
+        if HOST_LABEL not in (container.get("Labels") or {}):
+            try:
+                api.remove_container(container["Id"], force=True, v=True)
+                removed += 1
+            except APIError as error:
+                if error.status_code not in (404, 409):
+                    raise
+    return removed
+
+
 def _is_due(labels: Mapping[str, str], host: str | None, job: str | None, now: float) -> bool:
     deadline = labels.get(DEADLINE_LABEL, "")
     if deadline.isdecimal() and int(deadline) < now:
@@ -177,6 +232,20 @@ def _is_due(labels: Mapping[str, str], host: str | None, job: str | None, now: f
 
 def _remove_container(container_id: str, api: Any) -> None:
     api.remove_container(container_id, force=True, v=True)
+
+
+async def _remove_volumes(engine: Engine, host: str | None, job: str | None, now: float) -> int:
+    """Those of tasks of several containers; anonymous ones go with their containers."""
+    found = await engine.call("list volumes", lambda api: api.volumes(filters={"label": HOST_LABEL}))
+    removed = 0
+    for volume in found.get("Volumes") or []:
+        if _is_due(volume.get("Labels") or {}, host, job, now):
+            removed += await _remove(engine, "remove a volume", partial(_remove_volume, volume["Name"]))
+    return removed
+
+
+def _remove_volume(name: str, api: Any) -> None:
+    api.remove_volume(name)
 
 
 def _remove_network(network_id: str, api: Any) -> None:

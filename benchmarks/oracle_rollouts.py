@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import docker
+from oracle_task import IMAGE, TEST, write_task
 from rich.console import Console
 
 from rollcage.cluster.actors import RayHosts, connected
@@ -32,29 +33,6 @@ from rollcage.cluster.plan import AgentPlan, JobPlan
 from rollcage.cluster.progress import JobProgress
 from rollcage.metrics.report import summarize
 from rollcage.rollout.task import load_task
-
-IMAGE = "debian:bookworm-slim"
-TEST = """#!/bin/sh
-reward=0
-[ "$(cat /app/answer.txt)" = 42 ] && reward=1
-echo $reward > /logs/verifier/reward.txt
-"""
-FILES = {
-    "task.toml": '[agent]\ntimeout_sec = 60.0\n\n[environment]\nnetwork_mode = "no-network"\n',
-    "instruction.md": "Write 42 to /app/answer.txt.\n",
-    "environment/Dockerfile": f"FROM {IMAGE}\nWORKDIR /app\n",
-    "solution/solve.sh": "#!/bin/sh\necho 42 > /app/answer.txt\n",
-    "tests/test.sh": TEST,
-}
-
-
-def write_task(root: Path) -> Path:
-    for name, text in FILES.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755 if name.endswith(".sh") else 0o644)
-    return root
 
 
 def one_bare(api: docker.APIClient, image: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,9 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcage.cluster.errors import CouldNotRun
-from rollcage.cluster.host import HostClient, HostLost, HostSpec, Prepared, SandboxHost, pack_task
+from rollcage.cluster.host import HostClient, HostLost, HostSpec, Prepared, SandboxHost
+from rollcage.cluster.scratch import RAY, make_scratch, remove_scratch
+from rollcage.cluster.task_copies import pack_task
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.task import Task
@@ -80,14 +81,14 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
         if address is None:
             # A token of this session's own, so that Ray does not keep one in the home directory.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            files = tempfile.mkdtemp(prefix="rollcage-ray-", dir=_short_temp())
-            stack.callback(shutil.rmtree, files, ignore_errors=True)
+            files, lock = make_scratch(RAY, _short_temp())
+            stack.callback(remove_scratch, files, lock)
             settings = {
                 "address": "local",
                 "num_cpus": num_cpus,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "_temp_dir": files,
+                "_temp_dir": str(files),
             }
         stack.callback(ray.shutdown)
         try:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.scratch import remove_abandoned
 from rollcage.rollout.outcome import SandboxError
-from rollcage.rollout.task import Problem, check_task, find_tasks
+from rollcage.rollout.task import Environment, Problem, Task, check_task, find_tasks, near_misses
 
 
 def locate_tasks(paths: Sequence[str], base: Path | None = None) -> list[Path]:
@@ -23,19 +24,41 @@ def locate_tasks(paths: Sequence[str], base: Path | None = None) -> list[Path]:
 
 
 def check_tasks(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Every task below `paths`: its name, digest and problems."""
+    """Every task below `paths`: its name, digest and problems; and warnings, which are no problems."""
     checked = []
     for path in locate_tasks(paths):
         task, problems = check_task(path)
+        problems = [*problems, *_image_problems(path, task)]
         checked.append(
             {
                 "path": str(path),
                 "task": task.name if task else path.name,
                 "digest": task.digest if task else None,
                 "problems": [asdict(problem) for problem in problems],
+                "warnings": [asdict(warning) for warning in near_misses(path)],
             }
         )
     return checked
+
+
+def _image_problems(path: Path, task: Task | None) -> list[Problem]:
+    """What is wrong with the Dockerfiles of a task and of its verifiers; of a task that cannot be read, with the one
+    in `environment/`. Those of a compose file's services are looked at when they are built."""
+    from rollcage.rollout.sandbox.lint import dockerfile_problems
+
+    environments = [Environment(path / "environment")]
+    if task is not None:
+        own = [step.verifier.environment for step in task.steps]
+        environments = [task.environment, *(one for one in own if one is not None)]
+    found: list[Problem] = []
+    for one in environments:
+        if one.context is not None and one.compose is None:
+            try:
+                found += dockerfile_problems(one.context, one.dockerfile, one.target)
+            except OSError as error:
+                said = f"cannot be read: {error.strerror}"
+                found.append(Problem(str(error.filename or one.context), None, said, "make it readable"))
+    return list(dict.fromkeys(found))
 
 
 def import_tasks(source: Path, target: Path, *, overwrite: bool) -> list[dict[str, Any]]:
@@ -75,7 +98,8 @@ def import_tasks(source: Path, target: Path, *, overwrite: bool) -> list[dict[st
 
 
 async def clean_up_after(hosts: Iterable[str], docker_host: str | None) -> None:
-    """Remove what these hosts left on the engine at `docker_host`. Raises `CouldNotRun`."""
+    """Remove what these hosts left on this machine and on the engine at `docker_host`. Raises `CouldNotRun`."""
+    remove_abandoned()
     from rollcage.rollout.sandbox.engine import Engine
     from rollcage.rollout.sandbox.reaper import reap
 
@@ -96,20 +120,23 @@ async def collect_garbage(
     """Remove what is past its deadline, and all of hosts whose process on this machine is dead; or all of a job's,
     or all of ours. Counts by kind. Raises `CouldNotRun`, and `InputError` for a job that has nothing there."""
     from rollcage.rollout.sandbox.engine import Engine
-    from rollcage.rollout.sandbox.reaper import dead_hosts, hosts_of, reap
+    from rollcage.rollout.sandbox.reaper import hosts_of, reap, reap_dead
 
     now = float("inf") if everything else time.time()
     counts: Counter[str] = Counter(containers=0, networks=0, images=0)
+    remove_abandoned()
     try:
         engine = Engine(docker_host)
         try:
-            hosts: set[str] = await (hosts_of(engine, job) if job else dead_hosts(engine))
+            hosts: set[str] = await hosts_of(engine, job) if job else set()
             if job and not hosts:
                 raise InputError(
                     f"no sandbox on this engine is of a job called {job!r}: job.json has a job's name"
                 )
             for host in hosts:
                 counts.update(asdict(await reap(engine, host=host, job=None, now=now)))
+            if not job:
+                counts.update(asdict(await reap_dead(engine, now=now)))
             counts.update(asdict(await reap(engine, host=None, job=None, now=now, images=images)))
         finally:
             engine.close()

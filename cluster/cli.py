@@ -181,8 +181,9 @@ def tasks_check(
     if as_json:
         _print_json({"tasks": checked, "checked": len(checked), "with_problems": len(bad)})
     else:
-        for task in bad:
+        for task in checked:
             _print_problems(task["problems"])
+            _print_problems(task["warnings"], heading="[yellow]warning[/]")
         out.print(f"{len(checked)} tasks checked, {len(bad)} with problems")
     raise typer.Exit(Exit.BAD_INPUT if bad else Exit.DONE)
 
@@ -295,12 +296,12 @@ def main() -> None:
     sys.exit(status or 0)
 
 
-def _print_problems(problems: list[dict[str, Any]]) -> None:
+def _print_problems(problems: list[dict[str, Any]], heading: str | None = None) -> None:
     for problem in problems:
         place = problem["file"] + (f":{problem['line']}" if problem["line"] else "")
+        head = heading or f"[red]{problem['error_class']}[/]"
         out.print(
-            f"[red]{problem['error_class']}[/] {escape(place)}: {escape(problem['message'])} "
-            f"[dim]({escape(problem['remedy'])})[/]",
+            f"{head} {escape(place)}: {escape(problem['message'])} [dim]({escape(problem['remedy'])})[/]",
             soft_wrap=True,
             highlight=False,
         )

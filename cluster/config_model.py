@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import ipaddress
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollcage.rollout.agents.base import load_agent
 from rollcage.rollout.policies.base import Sampling
+from rollcage.rollout.sandbox.subnets import LEAST_RANGE_PREFIX
+
+PRIVATE_RANGES = tuple(
+    map(ipaddress.IPv4Network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"))
+)
+"""What `allow_private` may open; link-local addresses, the metadata service's among them, stay shut."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
 Count = Annotated[int, Field(ge=1)]
@@ -91,17 +98,61 @@ class AgentConfig(Settings):
 
 
 class NetworkConfig(Settings):
-    """The networks that sandboxes with internet share."""
+    """The networks of sandboxes: those that sandboxes with internet share, and private ones."""
 
-    cidr: str | None = Field(default=None, description="Addresses for them; None: the engine's own pools.")
+    cidr: str | None = Field(
+        default=None, description="Addresses for them, at least a /26; None: private ranges that nobody uses."
+    )
     leases_per_bridge: int = Field(default=900, ge=1, le=1000, description="A Linux bridge has 1,023 ports.")
+    allow_private: list[str] = Field(
+        default=[],
+        description="Private ranges (CIDRs) that sandboxes with internet reach all the same: a mirror of yours. "
+        "An allowlist must name them, too. The machine's own addresses are never reached.",
+    )
+    insecure_network: bool = Field(
+        default=False,
+        description="Set no rules: sandboxes with internet reach whatever the machine reaches, and itself.",
+    )
 
     @field_validator("cidr")
     @classmethod
     def _is_cidr(cls, cidr: str | None) -> str | None:
-        if cidr is not None:
-            ipaddress.IPv4Network(cidr)
+        if cidr is not None and ipaddress.IPv4Network(cidr).prefixlen > LEAST_RANGE_PREFIX:
+            raise ValueError(f"{cidr} is too small: at least a /{LEAST_RANGE_PREFIX}")
         return cidr
+
+    @field_validator("allow_private")
+    @classmethod
+    def _are_private(cls, ranges: list[str]) -> list[str]:
+        for text in ranges:
+            if not any(ipaddress.IPv4Network(text).subnet_of(private) for private in PRIVATE_RANGES):
+                raise ValueError(f"{text} is in none of {', '.join(map(str, PRIVATE_RANGES))}")
+        return ranges
+
+    @model_validator(mode="after")
+    def _agree(self) -> NetworkConfig:
+        if self.insecure_network and self.allow_private:
+            raise ValueError(
+                "allow_private opens nothing where insecure_network opens everything: leave one out"
+            )
+        return self
+
+
+class ProxiesConfig(Settings):
+    """The way to the internet, for builds and for sandboxes that have it. A proxy in a private network must be named in
+    `network.allow_private` too."""
+
+    http: str | None = Field(default=None, description="URL.")
+    https: str | None = Field(default=None, description="URL.")
+    no: list[str] = Field(default=[], description="Names and networks that are reached without them.")
+
+    @field_validator("http", "https")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "http://none")
+        if not parts.scheme or not parts.hostname:
+            raise ValueError("must be a URL such as http://proxy.example:3128")
+        return url
 
 
 class SandboxConfig(Settings):
@@ -113,7 +164,7 @@ class SandboxConfig(Settings):
     build_slots: Count = Field(default=2, description="Image builds at once on a host.")
     pids: Count = 1024
     cpus: float | None = Field(default=None, gt=0)
-    memory_mb: Count | None = Field(default=None, description="MiB.")
+    memory_mb: int | None = Field(default=None, ge=6, description="MiB; an engine takes no less than 6.")
     storage_mb: Count | None = Field(default=None, description="MiB.")
     deadline_sec: Seconds = Field(
         default=6 * 3600.0, description="A sandbox ends by itself so long after its start."
@@ -131,12 +182,31 @@ class SandboxConfig(Settings):
     least_disk_mb: int = Field(
         default=1024, ge=0, description="MiB that the engine's disk must have left for a sandbox to start."
     )
+    image_disk_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="GiB that images which rollcage built or pulled may take on a host: the least recently used go. "
+        "None: while less than a tenth of the engine's disk, and less than 20 GiB, is free.",
+    )
+    ca_bundle: str | None = Field(
+        default=None,
+        description="A file of CA certificates on each host, that builds and sandboxes trust in the place of their "
+        "image's own: the host's whole bundle.",
+    )
+    proxies: ProxiesConfig = ProxiesConfig()
     warm: int | None = Field(
         default=None,
         ge=0,
         description="Sandboxes started ahead on a host; None: an eighth of concurrency, 2 at least.",
     )
     network: NetworkConfig = NetworkConfig()
+
+    @field_validator("ca_bundle")
+    @classmethod
+    def _is_absolute(cls, path: str | None) -> str | None:
+        if path is not None and not path.startswith("/"):
+            raise ValueError("must be an absolute path, the same on each host")
+        return path
 
 
 class RayConfig(Settings):

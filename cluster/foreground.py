@@ -23,6 +23,7 @@ from rollcage.cluster.job import model_path, scripted_policies
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import host_spec, make_plan
 from rollcage.cluster.records import own_record
+from rollcage.cluster.task_copies import pack_task
 from rollcage.rollout.outcome import BY_NAME, Outcome, RolloutError
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.trajectory import Attempt
@@ -146,6 +147,8 @@ async def _attempt(
     policy = plan.agents[0].policy
     emit(f"preparing {task.name}")
     prepared = await host.prepare(task)
+    if prepared.wants_files:
+        prepared = await host.prepare(task, await asyncio.to_thread(pack_task, task))
     if prepared.error_class is None:
         assignment = Assignment(key, 1, host.name, f"try-{plan.job}")
         return await host.run(plan.attempt(assignment), policy, keep=keep)

@@ -9,26 +9,35 @@ Errors do not cross as exceptions: `prepare` returns what went wrong as a `Prepa
 from __future__ import annotations
 
 import asyncio
-import io
-import shutil
-import tarfile
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
-from rollcage.rollout.outcome import Evidence, RolloutError
+from rollcage.cluster.scratch import remove_abandoned
+from rollcage.cluster.task_copies import TaskCopies
+from rollcage.rollout.outcome import Evidence, RolloutError, SandboxError
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.rollout import AttemptSpec, least_seconds, run_attempt
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.images import BuiltImage
 from rollcage.rollout.sandbox.pool import Expected, SandboxPool, SandboxSettings
-from rollcage.rollout.sandbox.reaper import dead_hosts, host_name, reap
-from rollcage.rollout.task import Task, load_task, task_digest
+from rollcage.rollout.sandbox.reaper import host_name, reap, reap_dead
+from rollcage.rollout.sandbox.traits import check_runtime, engine_traits
+from rollcage.rollout.task import Task
 from rollcage.rollout.trajectory import Attempt
 from rollcage.verifier.verify import TestsVerifier
+
+INSECURE = (
+    "sandbox.network.insecure_network: sandboxes with internet reach this machine and whatever it reaches"
+)
+
+UNFILTERED = (
+    "this engine cannot filter system calls (seccomp): an agent can reach its sandbox's own supervisor"
+)
+
+REAP_SEC = 60.0
+"""How often a host looks for what hosts that were killed have left on its engine."""
 
 QUEUE = 2
 """Attempts that may wait for room on a full host, so that one is there when some comes free."""
@@ -105,31 +114,64 @@ class SandboxHost:
         self._tasks: dict[str, Task] = {}
         self._images: dict[str, BuiltImage] = {}
         self._least_sec: dict[str, float] = {}
-        self._files: str | None = None
+        self._copies = TaskCopies()
+        self._reaping: asyncio.Task[None] | None = None
 
     async def open(self, after: str | None = None) -> str:
         """Reach the engine and return this host's name. What is past its deadline there is removed, and
         everything of hosts whose process is dead, and of the one called `after`, whose place this one takes.
 
-        Raises `SandboxError` where the engine does not answer.
+        Raises `SandboxError` where the engine does not answer or lacks the job's runtime, and where the job's sandboxes
+        want internet and could not be kept from this machine.
         """
         spec = self._spec
         self._engine = await asyncio.to_thread(Engine, spec.sandbox.docker_host)
         try:
-            gone = await dead_hosts(self._engine)
-            for host in (*gone, after):
-                await reap(self._engine, host=host, job=None, now=time.time())
+            self._traits = await engine_traits(self._engine)
+            check_runtime(self._traits, spec.sandbox.runtime)
+            if not self._traits.seccomp:
+                self._emit(UNFILTERED)
+            if after is not None:
+                await reap(self._engine, host=after, job=None, now=time.time())
+            await self._clear_up()
         except BaseException:
             self._engine.close()
             raise
         self._pool = SandboxPool(self._engine, spec.sandbox, host=self.name, job=spec.job)
+        await self._check_networks()
         self._verifier = TestsVerifier(
             environ=spec.sandbox.environ,
             reward_key=spec.reward_key,
             timeout_multiplier=spec.verifier_timeout_multiplier,
             keep_processes=spec.keep_processes,
         )
+        self._reaping = asyncio.create_task(self._keep_clear())
         return self.name
+
+    async def _clear_up(self) -> None:
+        """Remove what the dead left. Raises `SandboxError`."""
+        await reap_dead(self._engine, now=time.time())
+        await asyncio.to_thread(remove_abandoned)
+
+    async def _keep_clear(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_SEC)
+            try:
+                await self._clear_up()
+            except SandboxError as error:
+                self._emit(f"what dead hosts left could not be removed: {error}")
+
+    async def _check_networks(self) -> None:
+        if self._spec.sandbox.insecure_network:
+            self._emit(INSECURE)
+        try:
+            await self._pool.networks.check(self._spec.sandbox.network_modes)
+        except BaseException:
+            try:
+                await self._pool.close()
+            finally:
+                self._engine.close()
+            raise
 
     async def prepare(self, task: Task, files: bytes | None = None) -> Prepared:
         """Make the task's images here. `files` is a tar of the task's directory, needed where this machine
@@ -137,12 +179,13 @@ class SandboxHost:
         local = self._tasks.get(task.digest)
         if local is None:
             try:
-                local = await asyncio.to_thread(self._localize, task, files)
+                local = await asyncio.to_thread(self._copies.take, task, files)
             except RolloutError as error:
                 return Prepared(error_class=error.error_class, evidence=error.evidence)
             if local is None:
                 return Prepared(wants_files=True)
             self._tasks[task.digest] = local
+            self._note_cpus(local)
         try:
             self._images[task.digest] = await self._pool.image(local.environment, task.name)
             for step in local.steps:
@@ -155,6 +198,11 @@ class SandboxHost:
                 retry_after_sec=error.retry_after_sec,
             )
         return Prepared()
+
+    def _note_cpus(self, task: Task) -> None:
+        wanted, there = task.environment.cpus, self._traits.cpus
+        if wanted is not None and there is not None and wanted > there:
+            self._emit(f"{task.name} asks for {wanted:g} cpus and gets the {there} that there are")
 
     async def run(self, spec: AttemptSpec, policy: str | None, *, keep: bool = False) -> Attempt:
         """Run one attempt of a task that `prepare` has made ready."""
@@ -200,30 +248,12 @@ class SandboxHost:
         await self.cancel()
         if self._running:
             await asyncio.wait(self._running.values())
+        if self._reaping is not None:
+            self._reaping.cancel()
+            # What it has asked of the engine ends first.
+            await asyncio.wait([self._reaping])
         try:
             await self._pool.close()
         finally:
             self._engine.close()
-            if self._files is not None:
-                await asyncio.to_thread(shutil.rmtree, self._files, ignore_errors=True)
-
-    def _localize(self, task: Task, files: bytes | None) -> Task | None:
-        """The task with paths of this machine; None where its files must be sent first."""
-        if task.path.is_dir() and task_digest(task.path) == task.digest:
-            return task
-        if files is None:
-            return None
-        if self._files is None:
-            self._files = tempfile.mkdtemp(prefix="rollcage-tasks-")
-        root = Path(tempfile.mkdtemp(dir=self._files))  # copies of a task may come at the same time
-        with tarfile.open(fileobj=io.BytesIO(files)) as tar:
-            tar.extractall(root, filter="tar")
-        return replace(load_task(root), digest=task.digest)
-
-
-def pack_task(task: Task) -> bytes:
-    """The task's directory as a tar, for a host that does not have it."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        tar.add(task.path, arcname=".")
-    return buffer.getvalue()
+            await asyncio.to_thread(self._copies.close)

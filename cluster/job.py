@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,9 @@ def run_job(options: RunOptions, console: Console) -> RunResult:
     config = _config(options)
     plan = make_plan(config)
     scripted = scripted_policies(config)
-    run = Path(config.output or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     job = {"job": plan.job, "config": config.model_dump(mode="json"), "tasks": _task_list(plan)}
     try:
+        run = Path(config.output) if config.output else new_run_directory(Path("runs"), config.name)
         ledger = Ledger.create(run, job, overwrite=options.overwrite)
     except (RunError, OSError) as error:
         raise InputError(str(error)) from error
@@ -83,6 +84,19 @@ def run_job(options: RunOptions, console: Console) -> RunResult:
         _forget_unbegun(ledger.location)
         ledger.close()
     return RunResult(run, summarize(run), interrupted)
+
+
+def new_run_directory(parent: Path, name: str) -> Path:
+    """Make a directory for a run that was given none: its name and the time, with a number where another job of that
+    name has taken this second. Raises `OSError`."""
+    parent.mkdir(parents=True, exist_ok=True)
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in count(1):
+        directory = parent / (stem if number == 1 else f"{stem}-{number}")
+        with suppress(FileExistsError):
+            directory.mkdir()
+            return directory
+    raise AssertionError("numbers do not end")
 
 
 def _config(options: RunOptions) -> JobConfig:
@@ -130,7 +144,7 @@ async def _run(
     """Returns True where a signal ended the job before its time."""
     from rollcage.cluster.actors import RayHosts, connected
     from rollcage.cluster.driver import Driver
-    from rollcage.cluster.host import HostLost
+    from rollcage.cluster.host import INSECURE, HostLost
 
     started = time.monotonic()
     with JobProgress(sum(1 for _ in plan.rollouts()), console) as progress:
@@ -138,6 +152,8 @@ async def _run(
             progress.say(f"quarantined {broken.key.name}: {broken.error_class}: {broken.evidence.message}")
         async with AsyncExitStack() as stack:
             progress.say("joining the Ray cluster" if config.ray.address else "starting Ray on this machine")
+            if config.sandbox.network.insecure_network:
+                progress.say(INSECURE)
             stack.enter_context(connected(config.ray.address, num_cpus=config.ray.num_cpus))
             interrupts = stack.enter_context(Interrupts(progress.say))
             served = await stack.enter_async_context(_served_policies(config, progress))

@@ -16,6 +16,7 @@ from rollcage.cluster.plan import AgentPlan, BrokenTask, JobPlan
 from rollcage.rollout.outcome import Evidence
 from rollcage.rollout.policies.base import Policy, Sampling
 from rollcage.rollout.sandbox.pool import SandboxSettings
+from rollcage.rollout.sandbox.trust import Proxies
 from rollcage.rollout.task import (
     Problem,
     Task,
@@ -94,11 +95,17 @@ def host_spec(
         runtime=sandbox.runtime,
         network_cidr=sandbox.network.cidr,
         leases_per_bridge=sandbox.network.leases_per_bridge,
+        insecure_network=sandbox.network.insecure_network,
+        allow_private=tuple(sandbox.network.allow_private),
+        network_modes=frozenset().union(*(task.network_modes for task in plan.tasks.values())),
         memory_reserve_mb=sandbox.memory_reserve_mb,
         admit_memory_mb=sandbox.admit_memory_mb,
         admit_cpus=sandbox.admit_cpus,
         least_disk_mb=sandbox.least_disk_mb,
         warm=warm_sandboxes(config),
+        image_disk_gb=sandbox.image_disk_gb,
+        ca_bundle=sandbox.ca_bundle,
+        proxies=Proxies(sandbox.proxies.http, sandbox.proxies.https, tuple(sandbox.proxies.no)),
         environ={name: environ[name] for name in sorted(named) if name in environ},
     )
     return HostSpec(

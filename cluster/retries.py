@@ -18,7 +18,7 @@ RETRY_AFTER_CAP_SEC = 900.0
 
 
 class Verdict(Enum):
-    """What an error means for whoever spent a try on it."""
+    """What an error means for whoever spent a try on it. `QUARANTINE`: it gives up, and its task may be at fault."""
 
     RETRY = "retry"
     GIVE_UP = "give up"

@@ -12,7 +12,8 @@ Invariants:
 - dispatched = ended + in flight; an attempt ends once, later reports about it are counted and ignored.
 - Every rollout ends once, in one outcome (`finished`), and every group after its last rollout (`groups_done`).
 - An attempt is dispatched only to a host where its task was prepared, so a failed build spends no attempt.
-- A rollout spends on each error class at most the class's retries, and one attempt more. A quarantined task
+- A rollout spends on each error class at most the class's retries, and one attempt more. A fault of the task
+  quarantines it at once, one of its verifier when enough rollouts have given up over one. A quarantined task
   gets no further attempt, by any agent; those in flight may end, and a valid reward counts. A rollout that
   would have had to wait ends `invalid` with the quarantine's class.
 - Open groups go before new ones, the one opened first before the others, so retries of an old group come first.
@@ -45,7 +46,7 @@ from rollcage.cluster.decisions import (
 from rollcage.cluster.placement import Placement
 from rollcage.cluster.retries import Retries, Verdict, row_of
 from rollcage.cluster.state import GroupState, Host, RolloutState, State, TaskState
-from rollcage.rollout.outcome import Outcome
+from rollcage.rollout.outcome import SUSPECTS, ErrorClass, Outcome, Quarantine
 
 __all__ = [
     "Assignment",
@@ -219,7 +220,8 @@ class Scheduler:
         task = rollout.group.task
         if verdict is not Verdict.RETRY:
             self._finish(rollout, Outcome.INVALID, row.name, attempt_id)
-            quarantined = verdict is Verdict.QUARANTINE and self.quarantine(task.key, row.name)
+            at_fault = verdict is Verdict.QUARANTINE and _is_at_fault(task, row)
+            quarantined = at_fault and self.quarantine(task.key, row.name)
             return Ended(attempt, row.name, final=True, quarantined=task.key if quarantined else None)
         if task.quarantined is not None or self._cancelled:
             self._finish_waiting(rollout)
@@ -411,6 +413,14 @@ class Scheduler:
         if rollout is None or not number.isdecimal() or not 0 < int(number) <= rollout.attempts:
             raise KeyError(attempt_id)
         self._late += 1
+
+
+def _is_at_fault(task: TaskState, row: ErrorClass) -> bool:
+    """Whether the task is, now that one more of its rollouts has given up over an error of this class."""
+    if row.quarantine is Quarantine.AFTER_RETRIES:
+        task.suspicions += 1
+        return task.suspicions >= min(SUSPECTS, sum(len(group.rollouts) for group in task.groups))
+    return True
 
 
 def _still_waits(waiting: RolloutState | TaskState, number: int) -> bool:

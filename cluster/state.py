@@ -47,7 +47,8 @@ class TaskState:
     """A task. `fresh` counts rollouts of its unopened groups, `ahead` how many of them the scheduler counts as
     prepared. `stranded` are waiting rollouts that no ready host may run. `delayed` holds while a preparation
     waits for its retry. `refused` are hosts that its preparation was given up on, `avoid` names of hosts where
-    one failed. `queued` is the rank of its entry among the tasks in need of a preparation."""
+    one failed. `suspicions` counts rollouts that gave up over the task's verifier. `queued` is the rank of its entry
+    among the tasks in need of a preparation."""
 
     key: TaskKey
     order: int
@@ -60,6 +61,7 @@ class TaskState:
     refused: set[Host] = field(default_factory=set)
     avoid: set[str] = field(default_factory=set)
     failures: dict[str, int] = field(default_factory=dict)
+    suspicions: int = 0
     stranded: list[RolloutState] = field(default_factory=list)
     preparations: int = 0
     delayed: bool = False

@@ -16,7 +16,7 @@ from typing import Any
 from rollcage.metrics.statistics import invalid_bounds, pass_at_each_k, pass_rate, quantile, wilson
 from rollcage.metrics.terminal import render
 from rollcage.rollout.arrow import Location, read_batches
-from rollcage.rollout.outcome import BY_NAME, TABLE, Domain, Outcome, Quarantine
+from rollcage.rollout.outcome import BY_NAME, SUSPECTS, TABLE, Domain, ErrorClass, Outcome, Quarantine
 from rollcage.rollout.trajectory import Phase
 
 __all__ = ["render", "summarize"]
@@ -42,6 +42,7 @@ class _Count:
     error_classes: Counter[str] = field(default_factory=Counter)
     digests: set[str] = field(default_factory=set)
     quarantined: str | None = None
+    suspicions: int = 0
     group_size: int = 0
 
     def add(self, row: dict[str, Any]) -> None:
@@ -50,8 +51,23 @@ class _Count:
         self.group_size = max(self.group_size, row["group_size"])
         if error_class := row["error_class"]:
             self.error_classes[error_class] += 1
-            if row["outcome"] == Outcome.INVALID and _quarantines(error_class, row["attempts"]):
-                self.quarantined = error_class
+            if row["outcome"] == Outcome.INVALID:
+                self._suspect(BY_NAME[error_class], row["attempts"], row["attempt_id"])
+
+    def _suspect(self, row: ErrorClass, attempts: int, decided_by: str) -> None:
+        """Take a rollout's end for a sign that its task was quarantined: it did not even begin, or gave up."""
+        waited = not attempts or not decided_by
+        if row.quarantine is Quarantine.AT_ONCE or (row.quarantine is not Quarantine.NEVER and waited):
+            self.quarantined = row.name
+            self.suspicions = SUSPECTS
+        elif row.quarantine is Quarantine.AFTER_RETRIES and attempts > row.retries:
+            self.quarantined = row.name
+            self.suspicions += 1
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Of the rollouts of one task by all agents: whether their ends add up to a quarantine."""
+        return self.suspicions >= min(SUSPECTS, self.outcomes.total())
 
     @property
     def valid(self) -> tuple[int, int]:
@@ -92,9 +108,11 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
     )
     evidence = _Examples()
     retries = 0
+    by_task = defaultdict[tuple[str, str], _Count](_Count)
     times = _Times()
     for row in _rows(location, "rollouts", _ROLLOUT_COLUMNS):
-        for count in (whole, agents[row["agent"]], tasks[row["agent"], row["task"]]):
+        all_agents = by_task[row["task"], row["task_digest"]]
+        for count in (whole, agents[row["agent"]], tasks[row["agent"], row["task"]], all_agents):
             count.add(row)
         retries += max(0, row["attempts"] - 1)
         times.add(row)
@@ -129,7 +147,9 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
             "digest": " ".join(sorted(count.digests)),
             **count.report(),
             "error_classes": _in_table_order(count.error_classes),
-            "quarantined": count.quarantined,
+            "quarantined": count.quarantined
+            if any(by_task[task, digest].is_quarantined for digest in count.digests)
+            else None,
             "group_size": count.group_size,
         }
         for (agent, task), count in sorted(tasks.items())
@@ -214,13 +234,6 @@ class _Times:
 def _rows(location: Location, table: str, columns: Iterable[str]) -> Iterator[dict[str, Any]]:
     for batch in read_batches(location, table, tuple(columns)):
         yield from batch.to_pylist()
-
-
-def _quarantines(error_class: str, attempts: int) -> bool:
-    row = BY_NAME[error_class]
-    if row.quarantine is Quarantine.AFTER_RETRIES:
-        return attempts == 0 or attempts > row.retries
-    return row.quarantine is Quarantine.AT_ONCE
 
 
 def _in_table_order(counts: Counter[str]) -> dict[str, int]:

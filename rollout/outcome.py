@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -66,11 +67,19 @@ class Stage(StrEnum):
 
 
 class Quarantine(StrEnum):
-    """When a task is taken out of the job because of an error of this class."""
+    """When a task is taken out of the job because of an error of this class.
+
+    `AFTER_RETRIES`: once `SUSPECTS` of its rollouts have each spent their retries, or the only one that it has. What
+    one rollout alone meets may be its own agent's doing.
+    """
 
     NEVER = "never"
     AT_ONCE = "at_once"
     AFTER_RETRIES = "after_retries"
+
+
+SUSPECTS = 2
+"""Rollouts of a task that must fail in its verifier before it is the task that is at fault."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ def _task(name: str, stage: Stage, meaning: str) -> ErrorClass:
     )
 
 
-def _verifier(name: str, meaning: str) -> ErrorClass:
+def _verifier(name: str, meaning: str, quarantine: Quarantine = Quarantine.AFTER_RETRIES) -> ErrorClass:
     return ErrorClass(
         name,
         Domain.VERIFIER,
@@ -124,7 +133,7 @@ def _verifier(name: str, meaning: str) -> ErrorClass:
         meaning,
         "reward misalignment",
         retries=1,
-        quarantine=Quarantine.AFTER_RETRIES,
+        quarantine=quarantine,
     )
 
 
@@ -158,7 +167,7 @@ TABLE: tuple[ErrorClass, ...] = (
     _task("unsupported", Stage.LOAD, "the task asks for something that rollcage does not do"),
     _verifier("reward_missing", "the verifier ended and left no reward"),
     _verifier("reward_malformed", "the reward is not one finite number, or not one that can be chosen"),
-    _verifier("reward_tampered", "the only reward there is was not written by the verifier"),
+    _verifier("reward_tampered", "the only reward there is was not written by the verifier", Quarantine.NEVER),
     _verifier("verifier_timeout", "the verifier's time ran out"),
     _verifier("verifier_crash", "the verifier could not run, or ended without a sign of life"),
     _infra("network_pool", "the engine has no address pool left for a network",
@@ -211,6 +220,12 @@ class Evidence:
     seconds: float | None = None
     log_tail: str = ""
     also: tuple[str, ...] = ()
+
+    def mapped(self, change: Callable[[str], str]) -> Evidence:
+        """The same evidence with each of its texts changed, capped again."""
+        also = tuple(map(change, self.also))
+        mapped = replace(self, message=change(self.message), log_tail=change(self.log_tail), also=also)
+        return mapped.capped()
 
     def size(self) -> int:
         """Bytes of this evidence as UTF-8 JSON."""

@@ -38,7 +38,7 @@ from rollcage.rollout.policies.base import Policy, PolicySession, Sampling
 from rollcage.rollout.ready import prepare_step, wait_until_healthy
 from rollcage.rollout.sandbox.base import Sandbox, Shell
 from rollcage.rollout.sandbox.pool import SandboxPool
-from rollcage.rollout.task import Step, Task
+from rollcage.rollout.task import Step, Task, redactor
 from rollcage.rollout.trajectory import Attempt, Phase, Reward, Trajectory
 
 TEARDOWN_SEC = 120.0
@@ -128,8 +128,17 @@ async def run_attempt(
     except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
         run.end_with(_unknown(error))
     await _ended(asyncio.ensure_future(run.tear_down(keep)), cancel=False)
+    _redact(attempt, redactor(spec.task, pool.settings.environ))
     attempt.ended_at = time.time()
     return attempt
+
+
+def _redact(attempt: Attempt, redact: Callable[[str], str]) -> None:
+    """Take the values of the host's variables out of what is kept beside the trajectory."""
+    if attempt.evidence is not None:
+        attempt.evidence = attempt.evidence.mapped(redact)
+    if attempt.reward is not None:
+        attempt.reward = replace(attempt.reward, output_tail=redact(attempt.reward.output_tail))
 
 
 async def _ended(work: asyncio.Future[Any], *, cancel: bool) -> None:

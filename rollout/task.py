@@ -4,7 +4,7 @@
 there is any; `find_tasks` finds directories below paths and globs. A task with problems never stops the others.
 
 Its parts: `task_model` (the data), `task_toml` (TOML with line numbers), `task_config` (the sections),
-`task_files` and `task_steps` (what is there), `task_find`, `task_env`, `digest`.
+`task_files`, `task_compose` and `task_steps` (what is there), `task_find`, `task_env`, `digest`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollcage.rollout.digest import task_digest
-from rollcage.rollout.outcome import Evidence, TaskError
+from rollcage.rollout.task_compose import check_services, with_context
 from rollcage.rollout.task_config import (
     check_version,
     read_artifacts,
@@ -22,10 +22,19 @@ from rollcage.rollout.task_config import (
     read_metadata,
     read_name,
 )
-from rollcage.rollout.task_env import missing_env, referenced_env, resolve_env
-from rollcage.rollout.task_files import check_build_context, check_tests, ignore_patterns, read_instruction
+from rollcage.rollout.task_env import missing_env, redactor, referenced_env, resolve_env
+from rollcage.rollout.task_files import check_own_links, check_tests, ignore_patterns, read_instruction
 from rollcage.rollout.task_find import find_tasks, name_apart
-from rollcage.rollout.task_model import Artifact, Environment, Healthcheck, Problem, Step, Task, Verifier
+from rollcage.rollout.task_model import (
+    Artifact,
+    Environment,
+    Healthcheck,
+    Problem,
+    Step,
+    Task,
+    Verifier,
+    problems_error,
+)
 from rollcage.rollout.task_steps import read_steps
 from rollcage.rollout.task_toml import Table, read_toml
 
@@ -43,6 +52,8 @@ __all__ = [
     "load_task",
     "missing_env",
     "name_apart",
+    "near_misses",
+    "redactor",
     "referenced_env",
     "resolve_env",
     "task_digest",
@@ -58,11 +69,7 @@ def load_task(path: Path) -> Task:
     task, problems = check_task(path)
     if task is not None:
         return task
-    malformed = [problem for problem in problems if problem.error_class == "task_malformed"]
-    first = (malformed or problems)[0]
-    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-    evidence = Evidence(message="\n".join(map(str, problems)), said_by="task files")
-    raise TaskError(first.error_class, f"{first}{more}", evidence)
+    raise problems_error(problems)
 
 
 def check_task(path: Path) -> tuple[Task | None, list[Problem]]:
@@ -84,6 +91,9 @@ def check_task(path: Path) -> tuple[Task | None, list[Problem]]:
         return None, [Problem(str(path / "task.yaml"), None, message, remedy)]
     task: Task | None = None
     try:
+        check_own_links(path, problems)
+        if problems:
+            return None, problems
         root = read_toml(path / "task.toml", problems)
         if root is None:
             _check_without_toml(path, problems)
@@ -95,22 +105,34 @@ def check_task(path: Path) -> tuple[Task | None, list[Problem]]:
     return (None if problems else task), problems
 
 
+def near_misses(path: Path) -> list[Problem]:
+    """Keys of the task's task.toml that are ignored and look like ones that are known. They are no problems."""
+    ignored: list[Problem] = []
+    try:
+        root = read_toml(path / "task.toml", ignored)
+        if root is None:
+            return []
+        _read_task(path, root, ignored)
+    except (OSError, UnicodeError):
+        return []  # `check_task` says it
+    return root.near_misses()
+
+
 def _read_task(path: Path, root: Table, problems: list[Problem]) -> Task:
     check_version(root)
     environment = read_environment(root.table("environment"))
-    if environment.docker_image is None:
-        environment = replace(environment, context=path / "environment")
-        check_build_context(path / "environment", environment.dockerfile, problems)
-    steps, network_mode = read_steps(root, path, environment, problems)
+    environment = with_context(environment, path / "environment", problems)
+    steps, network = read_steps(root, path, environment, problems)
+    check_services(root, environment)
     return Task(
         name=read_name(root, path.resolve().name),
         path=path,
         digest=task_digest(path),
-        environment=replace(environment, network_mode=network_mode),
+        environment=replace(environment, network_mode=network.mode, allowed_hosts=network.allowed_hosts),
         steps=steps,
         multi_step_reward_strategy=root.choice("multi_step_reward_strategy", ("mean", "final"), "mean")
         or "mean",
-        solution_env=root.table("solution").mapping("env"),
+        solution_env=root.table("solution").mapping("env", shell=True),
         keywords=root.table("task").strings("keywords"),
         metadata=read_metadata(root),
         artifacts=read_artifacts(root),

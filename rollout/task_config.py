@@ -12,11 +12,20 @@ from datetime import date, time
 from pathlib import PurePosixPath
 from typing import Any
 
-from rollcage.rollout.task_model import Artifact, Environment, Healthcheck, Verifier
-from rollcage.rollout.task_toml import Table
+from rollcage.rollout.allowlist import read_entry
+from rollcage.rollout.task_model import Artifact, Environment, Healthcheck, NetworkPolicy, Verifier
+from rollcage.rollout.task_toml import LONGEST_SEC, Table
 
 NETWORK_MODES = ("public", "no-network", "allowlist")
 MAIN_SERVICE = "main"
+
+LEAST_CPUS = 0.01
+"""The kernel's smallest share: a millisecond of each tenth of a second."""
+MOST_CPUS = 100_000.0
+LEAST_MB = {"memory_mb": 6, "storage_mb": 1}
+"""An engine refuses a memory limit below 6 MiB."""
+MOST_MB = 1 << 30
+"""A pebibyte: far below where an engine's 64-bit count of bytes overflows."""
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([GMK])(?:i?B)?\s*", re.IGNORECASE)
 _MB = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -50,38 +59,62 @@ def read_environment(table: Table) -> Environment:
     workdir = table.text("workdir")
     if workdir is not None and not workdir.startswith("/"):
         table.problem("workdir", f'must be an absolute path, not "{workdir}"', f'write "/{workdir}"')
+    elif workdir is not None and _is_too_long(workdir):
+        table.problem("workdir", "is longer than a path can be", "write a shorter one")
     allow_internet = table.flag("allow_internet")
-    mode = read_network_mode(table)
-    if mode is None:
-        mode = "no-network" if allow_internet is False else "public"
+    network = read_network(table)
+    if network is None:
+        network = NetworkPolicy("no-network" if allow_internet is False else "public")
     return Environment(
         context=None,
         docker_image=table.text("docker_image"),
         build_timeout_sec=table.seconds("build_timeout_sec", 600.0),
-        cpus=table.number("cpus", None, above=0),
+        cpus=table.number("cpus", None, above=0, least=LEAST_CPUS, most=MOST_CPUS),
         memory_mb=_megabytes(table, "memory_mb", "memory"),
         storage_mb=_megabytes(table, "storage_mb", "storage"),
         gpus=gpus,
         env=table.mapping("env"),
         healthcheck=read_healthcheck(table),
         workdir=workdir,
-        network_mode=mode,
-        allowed_hosts=table.strings("allowed_hosts"),
+        network_mode=network.mode,
+        allowed_hosts=network.allowed_hosts,
     )
 
 
-def read_network_mode(table: Table) -> str | None:
-    """`network_mode` of an environment, an agent or a verifier; None where the table sets none."""
+def _is_too_long(path: str) -> bool:
+    return len(path.encode()) > 4095 or any(len(part.encode()) > 255 for part in path.split("/"))
+
+
+def read_network(table: Table) -> NetworkPolicy | None:
+    """`network_mode` and `allowed_hosts` of an environment, an agent or a verifier; None where the table sets
+    none."""
     mode = table.choice("network_mode", NETWORK_MODES, None)
+    hosts = table.strings("allowed_hosts")
     if mode == "allowlist":
-        unsupported(table, "network_mode", 'is "allowlist"', 'write "public" or "no-network" for now')
-    elif table.strings("allowed_hosts"):
+        return NetworkPolicy(mode, _read_allowed_hosts(table, hosts))
+    if hosts:
         table.problem(
             "allowed_hosts",
             "only goes with an allowlist",
             'leave it out, or write network_mode = "allowlist"',
         )
-    return mode
+    return None if mode is None else NetworkPolicy(mode)
+
+
+def _read_allowed_hosts(table: Table, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    found = set()
+    for host in hosts:
+        try:
+            entry = read_entry(host)
+        except ValueError as error:
+            table.problem(
+                "allowed_hosts", f"has an entry that is none: {error}", "correct it, or leave it out"
+            )
+            continue
+        if ":" in entry:
+            unsupported(table, "allowed_hosts", f'has "{host}"', "sandboxes have no IPv6: leave it out")
+        found.add(entry)
+    return tuple(sorted(found))
 
 
 def read_healthcheck(table: Table) -> Healthcheck | None:
@@ -99,10 +132,14 @@ def read_healthcheck(table: Table) -> Healthcheck | None:
     default = Healthcheck(command)
     return Healthcheck(
         command=command,
-        interval_sec=check.number("interval_sec", default.interval_sec, least=0) or 0.0,
+        interval_sec=check.number("interval_sec", default.interval_sec, least=0, most=LONGEST_SEC) or 0.0,
         timeout_sec=check.seconds("timeout_sec", default.timeout_sec),
-        start_period_sec=check.number("start_period_sec", default.start_period_sec, least=0) or 0.0,
-        start_interval_sec=check.number("start_interval_sec", default.start_interval_sec, least=0) or 0.0,
+        start_period_sec=check.number("start_period_sec", default.start_period_sec, least=0, most=LONGEST_SEC)
+        or 0.0,
+        start_interval_sec=check.number(
+            "start_interval_sec", default.start_interval_sec, least=0, most=LONGEST_SEC
+        )
+        or 0.0,
         retries=check.count("retries", default.retries, least=1) or default.retries,
     )
 
@@ -110,15 +147,16 @@ def read_healthcheck(table: Table) -> Healthcheck | None:
 def read_verifier(table: Table, task: Verifier | None = None) -> Verifier:
     """`[verifier]`, or a step's verifier, which inherits from the `task`'s. Its environment comes later."""
     base = task or Verifier()
-    mode = read_network_mode(table)
+    network = read_network(table)
     user = table.user()
     collect = tuple(_read_collect(hook) for hook in table.tables("collect"))
     return replace(
         base,
         timeout_sec=table.seconds("timeout_sec", base.timeout_sec),
-        env={**base.env, **table.mapping("env")},
+        env={**base.env, **table.mapping("env", shell=True)},
         user=base.user if user is None else user,
-        network_mode=base.network_mode if mode is None else mode,
+        network_mode=base.network_mode if network is None else network.mode,
+        allowed_hosts=base.allowed_hosts if network is None else network.allowed_hosts,
         collect=(*base.collect, *collect),
     )
 
@@ -127,9 +165,9 @@ def _read_collect(table: Table) -> dict[str, Any]:
     command = table.text("command")
     if command is None and "command" not in table:
         table.problem("command", "is missing", "write the command to be run")
-    _main_service_only(table)
     timeout = table.seconds("timeout_sec", 60.0)
-    return {"command": command, "service": MAIN_SERVICE, "timeout_sec": timeout, "user": table.user()}
+    service = _service(table)
+    return {"command": command, "service": service, "timeout_sec": timeout, "user": table.user()}
 
 
 def read_verifier_mode(table: Table, default: str) -> str:
@@ -155,7 +193,7 @@ def read_artifacts(table: Table) -> tuple[Artifact, ...]:
         row = value if isinstance(value, dict) else {"source": value}
         entry = Table(row, (*table.path, "artifacts", index), table.document)
         source, destination = entry.text("source"), entry.text("destination")
-        _main_service_only(entry)
+        service = _service(entry)
         if source is None:
             if "source" not in entry:
                 entry.problem("source", "is missing", "write the path inside the sandbox")
@@ -165,14 +203,15 @@ def read_artifacts(table: Table) -> tuple[Artifact, ...]:
                 entry.problem(key, f'must not hold "..": "{path}"', "write the path itself")
         if destination is not None and (destination.startswith("/") or "\\" in destination):
             entry.problem("destination", "must be a relative path with forward slashes", "leave out the /")
-        artifacts.append(Artifact(source, destination, entry.strings("exclude")))
+        if service != MAIN_SERVICE and not source.startswith("/"):
+            entry.problem("source", "of another service must be an absolute path", f'write "/{source}"')
+        artifacts.append(Artifact(source, destination, entry.strings("exclude"), service))
     return tuple(artifacts)
 
 
-def _main_service_only(table: Table) -> None:
-    service = table.text("service", MAIN_SERVICE)
-    if service != MAIN_SERVICE:
-        unsupported(table, "service", f'is "{service}"', "tasks of several containers cannot be run yet")
+def _service(table: Table) -> str:
+    """One of the task's services; `task_compose.py` says whether it is there."""
+    return (table.text("service", MAIN_SERVICE) or MAIN_SERVICE).strip()
 
 
 def read_min_reward(table: Table) -> float | dict[str, float] | None:
@@ -218,7 +257,8 @@ def check_version(root: Table) -> None:
 
 def _megabytes(table: Table, key: str, old_key: str) -> int | None:
     """MiB, from `memory_mb = 2048` or from the older `memory = "2G"`."""
-    now = table.count(key, None, least=1)
+    least = LEAST_MB[key]
+    now = table.count(key, None, least=least, most=MOST_MB)
     if old_key not in table:
         return now
     size = table.values[old_key]
@@ -226,6 +266,9 @@ def _megabytes(table: Table, key: str, old_key: str) -> int | None:
     old = int(float(match[1]) * _MB[match[2].upper()]) if match else 0
     if old < 1:
         table.problem(old_key, f'must be a size such as "2G" or "512M", not {size!r}', f"write {key} = 2048")
+        return now
+    if not least <= old <= MOST_MB:
+        table.problem(old_key, f"is {old} MiB, not {least:,} to {MOST_MB:,}", f"write {key} = 2048")
         return now
     if now is not None and now != old:
         table.problem(old_key, f"({old} MiB) and {key} ({now} MiB) differ", f"leave {old_key} out")

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from rollcage.rollout.compose import Compose
 from rollcage.rollout.outcome import TaskError
 from rollcage.rollout.task_model import Task
+
+SECRET_CHARACTERS = 8
+"""Ports, flags and numbers are shorter, and would be found in every text."""
+SECRET_REST = 4
+"""Of a value that was cut, what is still worth hiding."""
 
 _REFERENCE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
 
@@ -28,24 +34,60 @@ def resolve_env(mapping: Mapping[str, str], environ: Mapping[str, str]) -> dict[
 def missing_env(task: Task, environ: Mapping[str, str], *, solution: bool = True) -> list[tuple[str, str]]:
     """Each (variable, where) that the task needs, that has no default and that `environ` does not set.
 
-    `where` names the table of task.toml, and the key. `solution=False` leaves `[solution].env` out: only the
+    `where` names the table of task.toml, and the key; or the line of a docker-compose.yaml.
+    `solution=False` leaves `[solution].env` out: only the
     oracle runs the solution.
     """
-    return [
+    missing = [
         (variable, f"{table}.{key}")
         for table, mapping in _tables(task, solution=solution)
         for key, variable in _missing(mapping, environ).items()
     ]
+    return missing + [pair for compose in _composes(task) for pair in compose.missing(environ)]
 
 
 def referenced_env(task: Task) -> set[str]:
     """The variables that the task may take from a host, with and without a default."""
-    return {
+    named = {name for compose in _composes(task) for name in compose.referenced()}
+    return named | {
         reference[1]
         for _, mapping in _tables(task, solution=True)
         for value in mapping.values()
         if (reference := _REFERENCE.fullmatch(value))
     }
+
+
+def redactor(task: Task, environ: Mapping[str, str]) -> Callable[[str], str]:
+    """A function that puts `${VAR}` where a text holds the value of a variable that the task takes from the host, for
+    what is kept of a verifier's output and of errors. Values shorter than `SECRET_CHARACTERS` are no secrets.
+
+    A text that was cut may begin within a value: its rest goes, too.
+    """
+    found = {
+        value: f"${{{name}}}"
+        for name in sorted(referenced_env(task))
+        if len(value := environ.get(name, "").strip()) >= SECRET_CHARACTERS
+    }
+    if not found:
+        return lambda text: text
+    longest_first = sorted(found, key=len, reverse=True)
+    anywhere = re.compile("|".join(map(re.escape, longest_first)))
+
+    def redact(text: str) -> str:
+        for value in longest_first:
+            rests = (value[start:] for start in range(1, len(value) - SECRET_REST + 1))
+            if not text.startswith(value) and (rest := next(filter(text.startswith, rests), None)):
+                text = found[value] + text[len(rest) :]
+        return anywhere.sub(lambda match: found[match[0]], text)
+
+    return redact
+
+
+def _composes(task: Task) -> list[Compose]:
+    """The compose files of the task, its verifiers' own among them, each once."""
+    environments = [task.environment, *(step.verifier.environment for step in task.steps)]
+    found = {one.compose.file: one.compose for one in environments if one is not None and one.compose}
+    return list(found.values())
 
 
 def _tables(task: Task, *, solution: bool) -> list[tuple[str, Mapping[str, str]]]:

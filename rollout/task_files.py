@@ -14,6 +14,7 @@ from rollcage.rollout.task_toml import read_text
 TEST_SCRIPT = "test.sh"
 SOLVE_SCRIPT = "solve.sh"
 IGNORE_FILE = ".harborignore"
+CONTEXT_FILES = ("Dockerfile", ".dockerignore", "Dockerfile.dockerignore", "docker-compose.yaml", ".env")
 INSTRUCTION_BYTES = 4 << 20
 """More text than any model reads; a file past it is something else under that name."""
 
@@ -46,19 +47,7 @@ def read_instruction(path: Path, problems: list[Problem]) -> str:
 
 
 def check_build_context(directory: Path, dockerfile: str, problems: list[Problem]) -> None:
-    """There must be a directory with one Dockerfile that can be read; several containers are refused."""
-    compose = _compose_file(directory)
-    if compose is not None:
-        problems.append(
-            Problem(
-                str(compose),
-                None,
-                "asks for an environment of several containers (docker-compose)",
-                "not run yet: a task of one container needs a Dockerfile only",
-                "unsupported",
-            )
-        )
-        return
+    """There must be a directory with a Dockerfile that can be read."""
     file = directory / dockerfile
     if not os.path.lexists(directory):
         remedy = f"write {directory.name}/{dockerfile}, or set docker_image"
@@ -71,10 +60,10 @@ def check_build_context(directory: Path, dockerfile: str, problems: list[Problem
 
 def has_own_image(directory: Path) -> bool:
     """Whether `tests/` says what the verifier's own image is made of."""
-    return (directory / "Dockerfile").is_file() or _compose_file(directory) is not None
+    return (directory / "Dockerfile").is_file() or compose_file(directory) is not None
 
 
-def _compose_file(directory: Path) -> Path | None:
+def compose_file(directory: Path) -> Path | None:
     """A `docker-compose.yml` is not the environment's: it belongs to what the task is about."""
     file = directory / "docker-compose.yaml"
     return file if file.is_file() else None
@@ -97,23 +86,37 @@ def check_tests(own: Path, shared: Path | None, problems: list[Problem]) -> None
 
 def check_links(root: Path, directory: Path, problems: list[Problem]) -> None:
     """Nothing that is sent into a sandbox may be a link to a place outside of the task, or a ring of links."""
-    inside = root.resolve()
+    check_link(root, directory, problems)
     for folder, folders, files in os.walk(directory):
         for name in sorted([*folders, *files]):
-            path = Path(folder, name)
-            if not path.is_symlink():
-                continue
-            try:
-                target = path.resolve(strict=False)
-                path.stat()
-            except FileNotFoundError:
-                pass
-            except (OSError, RuntimeError):
-                problems.append(Problem(str(path), None, "is a link that leads back to itself", "remove it"))
-                continue
-            if not target.is_relative_to(inside):
-                message = f"is a link to {os.readlink(path)}, outside of the task"
-                problems.append(Problem(str(path), None, message, "put the file itself there"))
+            check_link(root, Path(folder, name), problems)
+
+
+def check_link(root: Path, path: Path, problems: list[Problem]) -> None:
+    """Where `path` is a link, it leads to something inside of the task."""
+    if not path.is_symlink():
+        return
+    try:
+        target = path.resolve(strict=False)
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, RuntimeError):
+        problems.append(Problem(str(path), None, "is a link that leads back to itself", "remove it"))
+        return
+    if not target.is_relative_to(root.resolve()):
+        message = f"is a link to {os.readlink(path)}, outside of the task"
+        problems.append(Problem(str(path), None, message, "put the file itself there"))
+
+
+def check_own_links(root: Path, problems: list[Problem]) -> None:
+    """The files that are read on this machine must be the task's own. Other links in a build context are left to the
+    builder, which puts them into the image as they are and follows none out of the context."""
+    context = root / "environment"
+    for name in ("task.toml", "instruction.md", "trajectory.json"):
+        check_link(root, root / name, problems)
+    for path in (context, *(context / name for name in CONTEXT_FILES)):
+        check_link(root, path, problems)
 
 
 def ignore_patterns(directory: Path) -> tuple[str, ...]:

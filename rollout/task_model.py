@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rollcage.rollout.outcome import Evidence, TaskError
+
+if TYPE_CHECKING:
+    from rollcage.rollout.compose import Compose
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,24 @@ class Problem:
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
         return f"{place}: {self.message} ({self.remedy})"
+
+
+def problems_error(problems: Sequence[Problem]) -> TaskError:
+    """All problems as one error: `unsupported` where that is all that they are, else `task_malformed`."""
+    malformed = [problem for problem in problems if problem.error_class == "task_malformed"]
+    first = (malformed or problems)[0]
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    evidence = Evidence(message="\n".join(map(str, problems)), said_by="task files")
+    return TaskError(first.error_class, f"{first}{more}", evidence)
+
+
+@dataclass(frozen=True)
+class NetworkPolicy:
+    """What a sandbox reaches: `public`, `no-network`, or an `allowlist` of hosts (`allowlist.py`), in order and
+    each once."""
+
+    mode: str
+    allowed_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +68,9 @@ class Environment:
     `context` is the build context (the directory `environment/`), None where `docker_image` is used as it is.
     `memory_mb` and `storage_mb` are MiB, None where the task sets none. `env` may hold `${VAR}` and
     `${VAR:-default}`, resolved by `resolve_env`. `network_mode` is what everything in this sandbox runs with:
-    where the task's agent and verifier override it, both with the same mode, it is that one.
+    where the task's agent and verifier override it, both with the same mode, it is that one. With `compose` the
+    sandbox is one of several containers, and the file has the last word on what it is made of
+    (`compose.image_environment`). `build_args` and `target` are the build's own.
     """
 
     context: Path | None
@@ -60,23 +86,28 @@ class Environment:
     workdir: str | None = None
     network_mode: str = "public"
     allowed_hosts: tuple[str, ...] = ()
+    build_args: dict[str, str] = field(default_factory=dict)
+    target: str | None = None
+    compose: Compose | None = None
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file or directory of the sandbox that is kept. `exclude` are patterns for what is below it."""
+    """A file or directory of the sandbox that is kept. `exclude` are patterns for what is below it; `service`
+    says in which of the task's containers it is."""
 
     source: str
     destination: str | None = None
     exclude: tuple[str, ...] = ()
+    service: str = "main"
 
 
 @dataclass(frozen=True)
 class Verifier:
     """How the task is verified. `environment` is set where the verifier has a sandbox of its own.
 
-    `collect` holds the commands that are run in the agent's sandbox before a separate verifier starts:
-    `command`, `service`, `timeout_sec`, `user`.
+    `collect` holds the commands that are run before a separate verifier starts, in the agent's sandbox or in
+    another of the task's services: `command`, `service`, `timeout_sec`, `user`.
     """
 
     timeout_sec: float = 600.0
@@ -86,6 +117,7 @@ class Verifier:
     collect: tuple[dict[str, Any], ...] = ()
     network_mode: str | None = None
     """None: as the environment's."""
+    allowed_hosts: tuple[str, ...] = ()
     tests_in_image: bool = False
     """The verifier's own image has `/tests` already: nothing is uploaded."""
 
@@ -130,3 +162,9 @@ class Task:
     keywords: tuple[str, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     artifacts: tuple[Artifact, ...] = ()
+
+    @property
+    def network_modes(self) -> frozenset[str]:
+        """What its sandboxes ask of the host's networks, the verifiers' own among them."""
+        own = (step.verifier.environment for step in self.steps)
+        return frozenset(one.network_mode for one in (self.environment, *own) if one is not None)

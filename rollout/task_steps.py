@@ -7,26 +7,26 @@ import unicodedata
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rollcage.rollout.task_compose import with_context
 from rollcage.rollout.task_config import (
     read_artifacts,
     read_environment,
     read_healthcheck,
     read_min_reward,
-    read_network_mode,
+    read_network,
     read_verifier,
     read_verifier_mode,
     unsupported,
 )
 from rollcage.rollout.task_files import (
     SOLVE_SCRIPT,
-    check_build_context,
     check_links,
     check_tests,
     has_own_image,
     read_instruction,
 )
-from rollcage.rollout.task_model import Environment, Problem, Step, Verifier
-from rollcage.rollout.task_toml import Table
+from rollcage.rollout.task_model import Environment, NetworkPolicy, Problem, Step, Verifier
+from rollcage.rollout.task_toml import LONGEST_SEC, Table
 
 MAIN_STEP = "main"
 
@@ -47,7 +47,7 @@ class _TaskWide:
     environment: Environment
     agent_timeout_sec: float | None
     agent_user: str | int | None
-    agent_network: str | None
+    agent_network: NetworkPolicy | None
     verifier: Verifier
     verifier_mode: str
     verifier_own: _Own
@@ -56,20 +56,20 @@ class _TaskWide:
 
 def read_steps(
     table: Table, root: Path, environment: Environment, problems: list[Problem]
-) -> tuple[tuple[Step, ...], str]:
-    """The steps, and the network mode of the sandbox that they share.
+) -> tuple[tuple[Step, ...], NetworkPolicy]:
+    """The steps, and the network of the sandbox that they share.
 
-    A sandbox has one network for its life. Where agent and verifier override the environment's mode, they must
-    agree, else the task is unsupported.
+    A sandbox has one network for its life. Where agent and verifier override the environment's, they must agree
+    (in the mode, and in the hosts of an allowlist), else the task is unsupported.
     """
     agent, verifier = table.table("agent"), table.table("verifier")
     own = read_environment(verifier.table("environment")) if "environment" in verifier else None
     shared = _TaskWide(
         root=root,
         environment=environment,
-        agent_timeout_sec=agent.number("timeout_sec", None, above=0),
+        agent_timeout_sec=agent.number("timeout_sec", None, above=0, most=LONGEST_SEC),
         agent_user=agent.user(),
-        agent_network=read_network_mode(agent),
+        agent_network=read_network(agent),
         verifier=read_verifier(verifier),
         verifier_mode=read_verifier_mode(verifier, "shared"),
         verifier_own=_Own(own, root / "tests"),
@@ -81,16 +81,20 @@ def read_steps(
     else:
         found = [step for entry in tables if (step := _named_step(entry, shared)) is not None]
         _check_names(tables)
-    return tuple(step for step, _ in found), _one_network(table, environment, [modes for _, modes in found])
+    return tuple(step for step, _ in found), _one_network(
+        table, environment, [policies for _, policies in found]
+    )
 
 
-_Modes = set[str]
+_Policies = set[NetworkPolicy]
 
 
-def _main_step(shared: _TaskWide) -> tuple[Step, _Modes]:
+def _main_step(shared: _TaskWide) -> tuple[Step, _Policies]:
     root, problems = shared.root, shared.problems
     solution = root / "solution"
-    verifier = _with_sandbox(shared.verifier, shared.verifier_mode, [shared.verifier_own], shared)
+    verifier = _with_network(
+        _with_sandbox(shared.verifier, shared.verifier_mode, [shared.verifier_own], shared)
+    )
     if not verifier.tests_in_image:
         check_tests(root / "tests", None, problems)
     _check_trajectory(root, problems)
@@ -105,10 +109,10 @@ def _main_step(shared: _TaskWide) -> tuple[Step, _Modes]:
         agent_user=shared.agent_user,
         verifier=verifier,
     )
-    return step, _modes(shared.agent_network, verifier, shared)
+    return step, _policies(shared.agent_network, verifier, shared)
 
 
-def _named_step(table: Table, shared: _TaskWide) -> tuple[Step, _Modes] | None:
+def _named_step(table: Table, shared: _TaskWide) -> tuple[Step, _Policies] | None:
     name = table.text("name")
     if name is None or not _is_one_folder(name):
         shown = "is missing" if name is None else f'must be the name of one directory, not "{name}"'
@@ -125,7 +129,7 @@ def _named_step(table: Table, shared: _TaskWide) -> tuple[Step, _Modes] | None:
     own = read_environment(checks.table("environment")) if "environment" in checks else None
     candidates = [_Own(own, folder / "tests"), shared.verifier_own]
     mode = read_verifier_mode(checks, shared.verifier_mode)
-    verifier = _with_sandbox(read_verifier(checks, shared.verifier), mode, candidates, shared)
+    verifier = _with_network(_with_sandbox(read_verifier(checks, shared.verifier), mode, candidates, shared))
     own_tests, all_tests = folder / "tests", root / "tests"
     if not verifier.tests_in_image:
         check_tests(own_tests, all_tests, problems)
@@ -139,7 +143,7 @@ def _named_step(table: Table, shared: _TaskWide) -> tuple[Step, _Modes] | None:
         tests=own_tests if own_tests.is_dir() else all_tests,
         shared_tests=all_tests if own_tests.is_dir() and all_tests.is_dir() else None,
         solution=_step_solution(folder, root),
-        agent_timeout_sec=agent.number("timeout_sec", shared.agent_timeout_sec, above=0),
+        agent_timeout_sec=agent.number("timeout_sec", shared.agent_timeout_sec, above=0, most=LONGEST_SEC),
         agent_user=shared.agent_user if user is None else user,
         verifier=verifier,
         workdir=folder / "workdir" if (folder / "workdir").is_dir() else None,
@@ -147,7 +151,7 @@ def _named_step(table: Table, shared: _TaskWide) -> tuple[Step, _Modes] | None:
         healthcheck=read_healthcheck(table),
         artifacts=read_artifacts(table),
     )
-    return step, _modes(read_network_mode(agent) or shared.agent_network, verifier, shared)
+    return step, _policies(read_network(agent) or shared.agent_network, verifier, shared)
 
 
 def _step_solution(folder: Path, root: Path) -> Path | None:
@@ -170,38 +174,52 @@ def _with_sandbox(verifier: Verifier, mode: str, candidates: list[_Own], shared:
     settings = next((own.environment for own in candidates if own.environment), shared.environment)
     for own in candidates:
         if own.environment is not None and own.environment.docker_image:
-            image = replace(settings, docker_image=own.environment.docker_image, context=None)
+            image = replace(settings, docker_image=own.environment.docker_image, context=None, compose=None)
             return replace(verifier, environment=image, tests_in_image=True)
         if has_own_image(own.directory):
-            check_build_context(own.directory, "Dockerfile", shared.problems)
-            image = replace(settings, docker_image=None, context=own.directory)
+            plain = replace(settings, docker_image=None, compose=None)
+            image = with_context(plain, own.directory, shared.problems)
             return replace(verifier, environment=image, tests_in_image=True)
-    image = replace(
-        settings, docker_image=shared.environment.docker_image, context=shared.environment.context
-    )
+    task = shared.environment
+    image = replace(settings, docker_image=task.docker_image, context=task.context, compose=task.compose)
     return replace(verifier, environment=image)
 
 
-def _modes(agent_network: str | None, verifier: Verifier, shared: _TaskWide) -> _Modes:
-    """The network modes of all that runs in the agent's sandbox."""
-    baseline = shared.environment.network_mode
-    modes = {agent_network or baseline}
+def _with_network(verifier: Verifier) -> Verifier:
+    """A verifier's own sandbox has the network that `[verifier]` says, where it says one."""
+    if verifier.environment is None or verifier.network_mode is None:
+        return verifier
+    environment = replace(
+        verifier.environment, network_mode=verifier.network_mode, allowed_hosts=verifier.allowed_hosts
+    )
+    return replace(verifier, environment=environment)
+
+
+def _policies(agent_network: NetworkPolicy | None, verifier: Verifier, shared: _TaskWide) -> _Policies:
+    """The networks of all that runs in the agent's sandbox."""
+    baseline = _network_of(shared.environment)
+    policies = {agent_network or baseline}
     if verifier.environment is None:
-        modes.add(verifier.network_mode or baseline)
-    return modes
+        mode = verifier.network_mode
+        policies.add(baseline if mode is None else NetworkPolicy(mode, verifier.allowed_hosts))
+    return policies
 
 
-def _one_network(table: Table, environment: Environment, steps: list[_Modes]) -> str:
-    modes = set().union(*steps) if steps else set()
-    if len(modes) > 1 and "allowlist" not in modes:
+def _network_of(environment: Environment) -> NetworkPolicy:
+    return NetworkPolicy(environment.network_mode, environment.allowed_hosts)
+
+
+def _one_network(table: Table, environment: Environment, steps: list[_Policies]) -> NetworkPolicy:
+    policies = set().union(*steps) if steps else set()
+    if len(policies) > 1:
         key = "agent" if "network_mode" in table.table("agent") else "verifier"
         unsupported(
             table.table(key),
             "network_mode" if "network_mode" in table.table(key) else None,
-            "changes the network of a running sandbox (agent and verifier run with different modes)",
-            "write the same mode for [agent] and [verifier], or give the verifier its own environment",
+            "changes the network of a running sandbox (agent and verifier run with different modes or hosts)",
+            "write the same for [agent] and [verifier], or give the verifier its own environment",
         )
-    return modes.pop() if len(modes) == 1 else environment.network_mode
+    return policies.pop() if len(policies) == 1 else _network_of(environment)
 
 
 def _check_trajectory(directory: Path, problems: list[Problem]) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,24 @@ from rollcage.rollout.task_model import Problem
 MAX_BYTES = 1 << 20
 """Nobody writes a task.toml of a megabyte; a file past it is something else under that name."""
 
+LIKENESS = 0.75
+"""`timeout` and `timeout_sec` are as alike as this (`difflib`)."""
+
+LONGEST_SEC = 1e9
+"""Thirty years, in which nothing is waited for; far from where a clock or a shell's arithmetic overflows."""
+LARGEST_COUNT = 10**9
+
+VARIABLE_BYTES = (128 << 10) - 1
+"""Linux' MAX_ARG_STRLEN, without the NUL at its end: with a longer variable no program can be started."""
+
 KeyPath = tuple[str | int, ...]
 
 _HEADER = re.compile(r"^\s*(\[\[?)([^\[\]]+)\]\]?\s*(#.*)?$")
 _KEY = re.compile(
     r"^\s*((?:[\w-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"|'[^']*'))*)\s*=\s*(.*)$"
 )
+_SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ANY_NAME = re.compile(r"[^\s=\x00-\x1f\x7f]+")
 _PART = re.compile(r"\"([^\"]*)\"|'([^']*)'|([\w-]+)")
 
 
@@ -127,9 +140,30 @@ def _opened(value: str) -> str:
 
 @dataclass(frozen=True)
 class _Document:
+    """`asked`: by a table's path, without numbers, the keys that it was asked for. `tables`: those that were read."""
+
     file: str
     lines: dict[KeyPath, int]
     problems: list[Problem]
+    asked: dict[KeyPath, set[str]] = field(default_factory=dict)
+    tables: dict[KeyPath, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class _Asked(Mapping[str, Any]):
+    """The values of a table, which note what they are asked for."""
+
+    def __init__(self, values: Mapping[str, Any], asked: set[str]) -> None:
+        self._values, self._asked = values, asked
+
+    def __getitem__(self, key: str) -> Any:
+        self._asked.add(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 @dataclass(frozen=True)
@@ -140,8 +174,28 @@ class Table:
     path: KeyPath
     document: _Document = field(repr=False)
 
+    def __post_init__(self) -> None:
+        document = self.document
+        asked = document.asked.setdefault(_kind(self.path), set())
+        document.tables[self.path] = self.values
+        object.__setattr__(self, "values", _Asked(self.values, asked))
+
     def __contains__(self, key: str) -> bool:
         return key in self.values
+
+    def near_misses(self) -> list[Problem]:
+        """Of all tables of this one's file, once they have been read: keys that nothing asked for and that look like
+        one that is known. Others are ignored, as Harbor ignores them."""
+        document, found = self.document, []
+        for path, values in document.tables.items():
+            known = document.asked[_kind(path)]
+            for key in sorted(set(values) - known):
+                meant = get_close_matches(key.lower(), sorted(known - set(values)), n=1, cutoff=LIKENESS)
+                if meant:
+                    line = document.lines.get((*path, key)) or document.lines.get(path)
+                    name, remedy = dotted_name((*path, key)), f"did you mean {meant[0]}?"
+                    found.append(Problem(document.file, line, f"{name} is not known and ignored", remedy))
+        return sorted(found, key=lambda problem: problem.line or 0)
 
     def problem(
         self, key: str | None, message: str, remedy: str, error_class: str = "task_malformed"
@@ -161,9 +215,15 @@ class Table:
         self.problem(key, f"must be {wanted}, not {_shown(self.values[key])}", remedy)
 
     def number(
-        self, key: str, default: float | None, *, above: float | None = None, least: float | None = None
+        self,
+        key: str,
+        default: float | None,
+        *,
+        above: float | None = None,
+        least: float | None = None,
+        most: float | None = None,
     ) -> float | None:
-        """A finite number, greater than `above`, at least `least`."""
+        """A finite number, greater than `above`, at least `least`, at most `most`."""
         if key not in self.values:
             return default
         value = self.values[key]
@@ -179,16 +239,21 @@ class Table:
         if least is not None and not value >= least:
             self._wrong(key, f"at least {least:g}", "write a larger number, or leave the key out")
             return default
+        if most is not None and not value <= most:
+            self._wrong(key, f"at most {most:,.15g}", "write a smaller number, or leave the key out")
+            return default
         return float(value)
 
     def seconds(self, key: str, default: float) -> float:
         """A time greater than zero."""
-        value = self.number(key, default, above=0)
+        value = self.number(key, default, above=0, most=LONGEST_SEC)
         return default if value is None else value
 
-    def count(self, key: str, default: int | None, *, least: int = 0) -> int | None:
+    def count(
+        self, key: str, default: int | None, *, least: int = 0, most: int = LARGEST_COUNT
+    ) -> int | None:
         """A whole number."""
-        value = self.number(key, None, least=least)
+        value = self.number(key, None, least=least, most=most)
         if value is None:
             return default
         if value != int(value):
@@ -243,15 +308,21 @@ class Table:
             return ()
         return tuple(value)
 
-    def mapping(self, key: str) -> dict[str, str]:
-        """A table of environment variables: names to strings."""
+    def mapping(self, key: str, *, shell: bool = False) -> dict[str, str]:
+        """A table of environment variables: names to strings. `shell`: a shell sets them, which takes no name but
+        those of its own variables; others are set by the engine, which takes what the kernel does."""
         table = self.table(key)
         mapping: dict[str, str] = {}
         for name, value in table.values.items():
-            if not name or "=" in name or "\0" in name:
+            if not (_SHELL_NAME if shell else _ANY_NAME).fullmatch(name):
                 table.problem(name, "is not a variable's name", "use letters, digits and _")
             elif not isinstance(value, str):
                 table._wrong(name, "a string", f'write {name} = "{str(value).lower()}"')
+            elif "\0" in value:
+                table.problem(name, "holds a NUL character", "write a value without")
+            elif len(f"{name}={value}".encode()) > VARIABLE_BYTES:
+                remedy = "put it into a file of the task"
+                table.problem(name, f"is longer than the {VARIABLE_BYTES:,} bytes that Linux takes", remedy)
             else:
                 mapping[name] = value
         return mapping
@@ -272,6 +343,11 @@ class Table:
             self._wrong(key, "an array of tables", f"write each under a header [[{name}]]")
             return []
         return [Table(item, (*self.path, key, index), self.document) for index, item in enumerate(value)]
+
+
+def _kind(path: KeyPath) -> KeyPath:
+    """The path without the numbers of an array's elements."""
+    return tuple(part for part in path if isinstance(part, str))
 
 
 def dotted_name(path: KeyPath, *, bare: bool = False) -> str:

@@ -12,9 +12,11 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollcage.rollout.compose import MAIN
 from rollcage.rollout.sandbox.base import Sandbox
 from rollcage.rollout.task import Artifact, Step, Task
 
@@ -27,12 +29,22 @@ ARTIFACT_BYTES = 2 << 30
 
 
 async def collect(sandbox: Sandbox, hook: Mapping[str, Any]) -> None:
-    """Run one `[[verifier.collect]]` command in the agent's sandbox. That it failed is logged, no more: the
-    tests say what a missing file means."""
-    shell = await sandbox.shell(hook.get("user"))
-    result = await shell.run(f"( {hook['command']}\n)", timeout=hook.get("timeout_sec", 60.0))
+    """Run one `[[verifier.collect]]` command, in the agent's sandbox or in another of the task's services. That it
+    failed is logged, no more: the tests say what a missing file means."""
+    user, timeout = hook.get("user"), hook.get("timeout_sec", 60.0)
+    if in_main(hook):
+        shell = await sandbox.shell(user)
+        result = await shell.run(f"( {hook['command']}\n)", timeout=timeout)
+    else:
+        service = sandbox.service(hook["service"])
+        result = await service.run(hook["command"], user=user, timeout=timeout)
     if result.exit_code != 0:
         log.info("collect command ended with %s: %s", result.exit_code, hook["command"])
+
+
+def in_main(hook: Mapping[str, Any]) -> bool:
+    """Whether a `collect` command is run in the agent's sandbox."""
+    return bool(hook.get("service", MAIN) == MAIN)
 
 
 async def hand_over(source: Sandbox, target: Sandbox, task: Task, step: Step) -> None:
@@ -41,7 +53,8 @@ async def hand_over(source: Sandbox, target: Sandbox, task: Task, step: Step) ->
         with tempfile.TemporaryDirectory(prefix="rollcage-artifact-") as folder:
             copy = Path(folder, "copy")
             try:
-                found = await source.download(artifact.source, copy, max_bytes=ARTIFACT_BYTES)
+                place = source if artifact.service == MAIN else source.service(artifact.service)
+                found = await place.download(artifact.source, copy, max_bytes=ARTIFACT_BYTES)
             except ValueError as error:
                 log.info("artifact %s is left out: %s", artifact.source, error)
                 continue
@@ -56,7 +69,7 @@ def artifacts(task: Task, step: Step) -> Iterator[Artifact]:
     if ARTIFACTS not in declared:
         yield Artifact(ARTIFACTS)
     for source, artifact in declared.items():
-        yield Artifact(source, artifact.destination, artifact.exclude)
+        yield replace(artifact, source=source)
 
 
 def _absolute(source: str) -> str:

@@ -41,7 +41,7 @@ from rollcage.rollout.sandbox.base import CommandResult, Sandbox, Shell
 from rollcage.rollout.task import Step, Task, ignore_patterns, resolve_env
 from rollcage.rollout.trajectory import Reward
 from rollcage.verifier.distrust import HOUSEKEEPING_SEC, distrust
-from rollcage.verifier.handover import collect, hand_over
+from rollcage.verifier.handover import collect, hand_over, in_main
 from rollcage.verifier.reports import REPORT_BYTES, REPORT_NAMES, test_ids
 from rollcage.verifier.reward import REWARD_BYTES, below_min_reward, combine_steps, read_reward
 
@@ -91,23 +91,25 @@ class TestsVerifier:
             if not last:
                 await _emptied(await sandbox.shell(0), (TESTS, LOGS), open_to_all=False)
         except SandboxError as error:
-            if error.error_class not in ("container_config", "container_start"):
-                raise
-            if await _root_has_a_shell(sandbox):
-                if error.error_class == "container_start":
-                    raise
-                raise VerifierError("verifier_crash", error.message, error.evidence) from error
-            raise SandboxError("agent_killed_sandbox", error.message, error.evidence) from error
+            raise await _after_an_agent(sandbox, error) from error
         return reward
 
     async def verify_separate(
         self, sandbox: Sandbox, verifier_sandbox: Sandbox, task: Task, step: Step
     ) -> Reward:
         """Grade what the agent left in `sandbox` with tests that run in `verifier_sandbox`: the `collect` commands
-        are run in the agent's, then its artifacts are handed over, and nothing else. Raises as `verify`."""
-        for hook in step.verifier.collect:
-            await collect(sandbox, hook)
-        await sandbox.stop_processes()
+        are run in the agent's and in the task's other services, then the artifacts are handed over, and nothing
+        else. Raises as `verify`."""
+        try:
+            for hook in step.verifier.collect:
+                if in_main(hook):
+                    await collect(sandbox, hook)
+            await sandbox.stop_processes()
+        except SandboxError as error:
+            raise await _after_an_agent(sandbox, error) from error
+        for hook in step.verifier.collect:  # what other services say is out of the agent's reach now
+            if not in_main(hook):
+                await collect(sandbox, hook)
         await hand_over(sandbox, verifier_sandbox, task, step)
         tests = [] if step.verifier.tests_in_image else _directories(step)
         return await self._graded(verifier_sandbox, step, tests, "")
@@ -162,6 +164,18 @@ class TestsVerifier:
                 error.error_class, error.message, _evidence(error.message, result, tail)
             ) from None
         return replace(reward, output_tail=tail, test_ids=await _test_ids(sandbox, _text(result.stderr)))
+
+
+async def _after_an_agent(sandbox: Sandbox, error: SandboxError) -> SandboxError | VerifierError:
+    """What it means that there is no shell where an agent has been: for a user that is not there the verifier cannot
+    run, in a system without any the agent has left none."""
+    if error.error_class not in ("container_config", "container_start"):
+        return error
+    if not await _root_has_a_shell(sandbox):
+        return SandboxError("agent_killed_sandbox", error.message, error.evidence)
+    if error.error_class == "container_start":
+        return error
+    return VerifierError("verifier_crash", error.message, error.evidence)
 
 
 async def _root_has_a_shell(sandbox: Sandbox) -> bool:

@@ -5,13 +5,17 @@ Calls raise `SandboxError` when the sandbox or its engine fails. A command that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 OUTPUT_BYTES = 1 << 20
 """Bytes kept of one command's stdout and of its stderr: half from the head, half from the tail."""
+
+TERMINAL_COLUMNS, TERMINAL_ROWS = 160, 40
+NEW_OUTPUT_BYTES = 1 << 16
+"""Bytes kept of what a terminal printed since it was last asked: half from the head, half from the tail."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,9 @@ class SandboxSpec:
     """What a sandbox is made with.
 
     `image` is an image id or reference that the engine has. `network` is the engine's network name, or
-    `none`. `dns`: resolvers in the place of those that the engine has. `memory_mb` and `storage_mb` are MiB, None for no limit. `deadline_sec`: seconds from its
-    start at which PID 1 ends by itself, whoever is still there. `labels` are added to the container's.
-    `user` and `workdir` None: as the image says.
+    `none`. `dns`: resolvers in the place of those that the engine has. `memory_mb` and `storage_mb` are MiB,
+    None for no limit. `deadline_sec`: seconds from its start at which PID 1 ends by itself, whoever is still
+    there. `labels` are added to the container's. `user` and `workdir` None: as the image says.
     """
 
     image: str
@@ -97,6 +101,19 @@ class SandboxSpec:
     runtime: str | None = None
     memory_reservation_mb: int | None = None
     """What the kernel tries to leave it when the host's memory runs short, beside the limit `memory_mb`."""
+    aliases: tuple[str, ...] = ()
+    """Names by which others on its network reach it."""
+    binds: tuple[str, ...] = ()
+    """Volumes that it shares with others: `volume:path`, or `volume:path:ro`."""
+    volumes: tuple[str, ...] = ()
+    """Paths at which it has a volume of its own, which goes with it."""
+    tmpfs: Mapping[str, str] = field(default_factory=dict)
+    """Paths in memory, with mount options."""
+    extra_hosts: tuple[str, ...] = ()
+    """`name:address` lines of its /etc/hosts."""
+    hostname: str | None = None
+    shm_mb: int | None = None
+    """Size of /dev/shm; None: the engine's."""
 
 
 class Shell(Protocol):
@@ -115,6 +132,95 @@ class Shell(Protocol):
         After `timeout` seconds its processes are killed and the shell kept; a shell that does not come back
         is replaced. Raises `SandboxError` when the container is gone.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What a terminal shows: its rows without the blanks at their ends, and the cursor, counted from 0. `note` is
+    what an agent must be told beside it, or empty."""
+
+    lines: tuple[str, ...]
+    row: int
+    column: int
+    columns: int
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """The rows down to the last one that holds anything."""
+        return "\n".join(self.lines).rstrip("\n")
+
+
+@dataclass(frozen=True)
+class TerminalOutput:
+    """What a terminal printed since it was last asked, as it reads on a terminal; `omitted_bytes` were left out of
+    its middle, where a line says so. `note` as in `Screen`."""
+
+    text: str
+    omitted_bytes: int = 0
+    note: str = ""
+
+
+class Terminal(Protocol):
+    """One interactive shell on a TTY, for those who send keystrokes.
+
+    A shell that ended, whoever ended it, is replaced at the next call, and the next note says so. All calls raise
+    `SandboxError` when the container is gone.
+    """
+
+    async def send(self, keys: str | bytes) -> None:
+        """Type these bytes, exactly. Raises `ValueError` for more than 1 MiB, and where the program has not read
+        what was sent before."""
+        ...
+
+    async def press(self, *names: str) -> None:
+        """Press keys by tmux's names: `Enter`, `C-c`, `Escape`, `Up`, `F5`, `M-x`. Raises `ValueError` for
+        a name of no key, with nothing sent."""
+        ...
+
+    async def screen(self) -> Screen:
+        """What is shown now."""
+        ...
+
+    async def new_output(self, output_bytes: int = NEW_OUTPUT_BYTES) -> TerminalOutput:
+        """What was printed since the last call, capped head and tail."""
+        ...
+
+    async def history(self) -> Sequence[str]:
+        """The last 1,000 lines that scrolled out of the screen, the oldest first."""
+        ...
+
+    async def wait(
+        self,
+        seconds: float,
+        *,
+        until: Callable[[Screen], bool] | None = None,
+        quiet: float | None = None,
+    ) -> bool:
+        """Wait until `until` holds of the screen, or nothing was printed for `quiet` seconds: True. False after
+        `seconds`, and when the shell ends."""
+        ...
+
+    async def resize(self, columns: int, rows: int) -> None:
+        """Change the size, which programs are told. Raises `ValueError` for one that is not 2 to 1,000."""
+        ...
+
+    async def close(self) -> None:
+        """Kill the shell and what runs in its foreground; background jobs live on. The next call starts a
+        fresh one."""
+        ...
+
+
+class ServiceContainer(Protocol):
+    """Another container of the task, beside the agent's."""
+
+    async def run(self, command: str, *, user: str | int | None = None, timeout: float) -> CommandResult:
+        """Run a sh command in it. It may have ended long ago: `exit_code` is None then."""
+        ...
+
+    async def download(self, path: str, target: Path, *, max_bytes: int) -> bool:
+        """See `Sandbox.download`."""
         ...
 
 
@@ -137,6 +243,17 @@ class Sandbox(Protocol):
 
     async def shell(self, user: str | int | None = None, env: Mapping[str, str] | None = None) -> Shell:
         """The sandbox's shell for this user, started at the first call. Kept until `stop_processes`."""
+        ...
+
+    async def terminal(
+        self,
+        user: str | int | None = None,
+        env: Mapping[str, str] | None = None,
+        columns: int = TERMINAL_COLUMNS,
+        rows: int = TERMINAL_ROWS,
+    ) -> Terminal:
+        """The sandbox's terminal for this user, started at the first call, with this size. `env` is for one that
+        is started. Kept until `stop_processes`; `end_shells` closes it."""
         ...
 
     async def exec(
@@ -195,6 +312,10 @@ class Sandbox(Protocol):
 
     async def state(self) -> SandboxState:
         """Ask the engine."""
+        ...
+
+    def service(self, name: str) -> ServiceContainer:
+        """Another container of a task of several. Raises `KeyError` where there is none of that name."""
         ...
 
     async def remove(self) -> None:

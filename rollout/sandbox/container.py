@@ -16,17 +16,22 @@ from rollcage.rollout.outcome import Evidence, SandboxError
 from rollcage.rollout.sandbox import changes, files
 from rollcage.rollout.sandbox.base import (
     OUTPUT_BYTES,
+    TERMINAL_COLUMNS,
+    TERMINAL_ROWS,
     Change,
     CommandResult,
     SandboxSpec,
     SandboxState,
+    ServiceContainer,
 )
+from rollcage.rollout.sandbox.death import Notes, death, notes
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.hostconfig import container_config
 from rollcage.rollout.sandbox.link import CLEAR, INTERRUPT, REPORT, Link, LinkClosed, supervisor_argv
 from rollcage.rollout.sandbox.program import run_program
 from rollcage.rollout.sandbox.shell import DockerShell
 from rollcage.rollout.sandbox.storage import StorageWatch
+from rollcage.rollout.sandbox.terminal import DockerTerminal
 from rollcage.rollout.sandbox.traits import engine_traits
 
 ANSWER_SEC = 2.0
@@ -59,16 +64,16 @@ async def start_sandbox(engine: Engine, spec: SandboxSpec, *, image_user: str | 
         link = Link(*await engine.attach(made[0]))
         await link.introduce()
     except LinkClosed:
-        await _remove(engine, made[0])
+        await remove_container(engine, made[0])
         raise SandboxError("container_start", "the container ended as it was started") from None
     except BaseException:
         if made:
-            await _remove(engine, made[0])
+            await remove_container(engine, made[0])
         raise
     return DockerSandbox(engine, made[0], spec, link, image_user)
 
 
-async def _remove(engine: Engine, container_id: str) -> None:
+async def remove_container(engine: Engine, container_id: str) -> None:
     """Kill and remove; a container that is gone, or being removed by another, is as good as removed."""
     try:
         await engine.call(
@@ -98,8 +103,10 @@ class DockerSandbox:
         self._image_user = image_user
         self._shells: dict[str, DockerShell] = {}
         self._user_links: dict[str, Link] = {}
+        self._terminals: dict[str, DockerTerminal] = {}
         self._quiet = True
         self._removed = False
+        self.services: Mapping[str, ServiceContainer] = {}
         self._storage: StorageWatch | None = None
         if spec.storage_mb is not None:
             self._storage = StorageWatch(engine, container_id, spec.storage_mb << 20, self.clear)
@@ -128,6 +135,23 @@ class DockerSandbox:
         await shell.start()
         self._shells[who] = shell
         return shell
+
+    async def terminal(
+        self,
+        user: str | int | None = None,
+        env: Mapping[str, str] | None = None,
+        columns: int = TERMINAL_COLUMNS,
+        rows: int = TERMINAL_ROWS,
+    ) -> DockerTerminal:
+        """See `Sandbox.terminal`: one exec of the engine."""
+        who = str(user) if user is not None else await self._default_user()
+        who = "0" if who in _ROOT else who
+        self._quiet = False
+        if who not in self._terminals:
+            self._terminals[who] = DockerTerminal(self, self._engine, self.id, who, env, columns, rows)
+        terminal = self._terminals[who]
+        await terminal.resize(columns, rows)
+        return terminal
 
     async def exec(
         self,
@@ -190,6 +214,8 @@ class DockerSandbox:
 
     async def end_shells(self) -> None:
         """See `Sandbox.end_shells`."""
+        for terminal in list(self._terminals.values()):
+            await terminal.close()
         for shell in self._shells.values():
             result = await shell.run("command exit 0", timeout=ANSWER_SEC)
             if not result.shell_replaced:
@@ -248,6 +274,10 @@ class DockerSandbox:
             storage_exceeded=self.storage_exceeded,
         )
 
+    def service(self, name: str) -> ServiceContainer:
+        """See `Sandbox.service`."""
+        return self.services[name]
+
     async def is_alive(self) -> bool:
         """Whether it runs and its stream is there: a few milliseconds, and nothing inside is disturbed."""
         found = await self._inspect()
@@ -259,7 +289,9 @@ class DockerSandbox:
             return
         if self._storage is not None:
             await self._storage.stop()
-        await _remove(self._engine, self.id)
+        for terminal in list(self._terminals.values()):
+            await terminal.forget()
+        await remove_container(self._engine, self.id)
         self._removed = True
         for link in (self._link, *self._user_links.values()):
             await link.close()
@@ -323,7 +355,8 @@ class DockerSandbox:
         while True:
             found = await self._inspect()
             if found is None or not found["Running"]:
-                return _death(found, ready=self._link.ready)
+                noted = Notes() if found is None else await notes(self._engine, self.id, found)
+                return death(found, noted, ready=self._link.ready, memory_mb=self.spec.memory_mb)
             if not self._link.closed:
                 return None
             if time.monotonic() - started > END_SEC:
@@ -338,6 +371,9 @@ class DockerSandbox:
             self._link.oom_kills = max(self._link.oom_kills, user_link.oom_kills)
             await user_link.close()
         self._shells.clear()
+        terminals = [self._terminals.pop(who) for who in list(self._terminals)]
+        for terminal in terminals:
+            await terminal.forget()
 
     async def _lost(self) -> SandboxError:
         return await self.loss() or SandboxError("container_lost", "the attached stream has ended")
@@ -408,28 +444,3 @@ class DockerSandbox:
             raise
         state: dict[str, Any] = found["State"]
         return state
-
-
-def _death(state: dict[str, Any] | None, *, ready: bool) -> SandboxError:
-    """Whose doing a container's end was. From inside nobody can send PID 1 a SIGKILL, so that 137 is the
-    kernel's (out of memory) or came from outside; 124 is PID 1's own word at its deadline."""
-    if state is None:
-        return SandboxError("container_lost", "the engine does not know the container any more")
-    code = state["ExitCode"]
-    evidence = Evidence(
-        f"the container ended with status {code}: {state.get('Error') or 'no error of the engine'}",
-        said_by="container state",
-        exit_code=code,
-        oom_killed=bool(state["OOMKilled"]),
-    )
-    if not ready:
-        return SandboxError("container_start", "the container ended before its shell was there", evidence)
-    if state["OOMKilled"] and code == 137:
-        return SandboxError("agent_oom", "PID 1 was killed for the memory limit", evidence)
-    if code in (137, 143, 255) or state.get("Error"):
-        return SandboxError("container_lost", "the container was killed from outside", evidence)
-    if code == 124:
-        return SandboxError(
-            "container_lost", "the sandbox reached its deadline (sandbox.deadline_sec)", evidence
-        )
-    return SandboxError("agent_killed_sandbox", f"PID 1 was made to end with status {code}", evidence)

@@ -23,6 +23,11 @@ T = TypeVar("T")
 API_TIMEOUT_SEC = 120.0
 """A loaded engine answers late: under 64 starts at once on 2 cores, one has been seen to take 40 s."""
 
+STREAM_BYTES = 1 << 20
+TTY_BYTES = 1 << 16
+"""Read ahead of a stream, at most twice over. A TTY's is emulated slowly, and what has been read is shown before
+the answer to a key is."""
+
 WORKERS = 64
 """Threads that wait for the engine. More only queue up inside it."""
 
@@ -71,17 +76,20 @@ class Engine:
         self, exec_id: str, *, tty: bool = False
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Start an exec and return its stream, multiplexed as in `attach` unless it has a TTY."""
-        return await self._stream("start an exec", lambda api: api.exec_start(exec_id, tty=tty, socket=True))
+        limit = TTY_BYTES if tty else STREAM_BYTES
+        return await self._stream(
+            "start an exec", lambda api: api.exec_start(exec_id, tty=tty, socket=True), limit
+        )
 
     async def _stream(
-        self, doing: str, request: Callable[[Any], Any]
+        self, doing: str, request: Callable[[Any], Any], limit: int = STREAM_BYTES
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         held = await self.call(doing, request)
         raw: socket.socket = getattr(held, "_sock", held)
         own = socket.socket(fileno=socket.dup(raw.fileno()))
         held.close()
         own.setblocking(False)
-        return await asyncio.open_connection(sock=own, limit=1 << 20)
+        return await asyncio.open_connection(sock=own, limit=limit)
 
     def close(self) -> None:
         """Let go of the threads and connections."""

@@ -61,8 +61,11 @@ MASKED_PATHS = (
 
 MIB = 1 << 20
 
+LEAST_MB = 6
+"""No engine takes a smaller limit, nor a smaller reserve."""
 
-def container_config(spec: SandboxSpec, traits: EngineTraits = EngineTraits()) -> dict[str, Any]:
+
+def container_config(spec: SandboxSpec, traits: EngineTraits) -> dict[str, Any]:
     """The body of the container-create request of an engine with these traits."""
     config: dict[str, Any] = {
         "Image": spec.image,
@@ -83,6 +86,13 @@ def container_config(spec: SandboxSpec, traits: EngineTraits = EngineTraits()) -
     }
     if spec.workdir is not None:
         config["WorkingDir"] = spec.workdir
+    if spec.hostname is not None:
+        config["Hostname"] = spec.hostname
+    if spec.volumes:
+        config["Volumes"] = {path: {} for path in spec.volumes}
+    if spec.aliases:
+        endpoint = {"Aliases": list(spec.aliases)}
+        config["NetworkingConfig"] = {"EndpointsConfig": {spec.network: endpoint}}
     return config
 
 
@@ -108,7 +118,8 @@ def _host_config(spec: SandboxSpec, traits: EngineTraits) -> dict[str, Any]:
         # The same for memory and swap: no swap.
         host["Memory"] = host["MemorySwap"] = spec.memory_mb * MIB
     if spec.memory_reservation_mb is not None:
-        host["MemoryReservation"] = min(spec.memory_reservation_mb, spec.memory_mb or sys.maxsize) * MIB
+        reserved = min(spec.memory_reservation_mb, spec.memory_mb or sys.maxsize)
+        host["MemoryReservation"] = max(reserved, LEAST_MB) * MIB
     if spec.cpus is not None:
         host["NanoCpus"] = round(min(spec.cpus, traits.cpus or spec.cpus) * 1e9)
     if spec.storage_mb is not None:
@@ -116,4 +127,12 @@ def _host_config(spec: SandboxSpec, traits: EngineTraits) -> dict[str, Any]:
         host["Ulimits"].append({"Name": "fsize", "Soft": limit, "Hard": limit})
     if spec.runtime is not None:
         host["Runtime"] = spec.runtime
+    if spec.binds:
+        host["Binds"] = list(spec.binds)
+    if spec.tmpfs:
+        host["Tmpfs"] = dict(spec.tmpfs)
+    if spec.extra_hosts:
+        host["ExtraHosts"] = list(spec.extra_hosts)
+    if spec.shm_mb is not None:
+        host["ShmSize"] = spec.shm_mb * MIB
     return host

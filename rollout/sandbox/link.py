@@ -98,6 +98,9 @@ class Link:
         self.owner: object = None
         """Whose environment the shell has."""
         self.plain = True
+        self.exposed = False
+        """A plain child, whose memory is a copy of its parent's, has stood beside an agent's processes: one of them may
+        have read the secret there, and then a statement is nobody's word."""
         self.closed = False
         self.ready = False
         self.pid = 0
@@ -241,6 +244,7 @@ class Link:
             self.owner = None
             self.oom_kills = kills
             self.clears += cleared
+            self.exposed |= not cleared
 
     def _hear_word(self, kind: str, values: list[str]) -> None:
         if kind == "ready":

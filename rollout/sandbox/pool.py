@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rollcage.rollout.compose import MAIN, Service, has_internet, image_environment
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox.admission import Admission, Need
 from rollcage.rollout.sandbox.base import Sandbox, SandboxSpec
@@ -26,6 +27,8 @@ from rollcage.rollout.sandbox.engine import Engine, is_local
 from rollcage.rollout.sandbox.images import BuiltImage, Images
 from rollcage.rollout.sandbox.networks import NetworkLease, Networks
 from rollcage.rollout.sandbox.reaper import Reaped, reap
+from rollcage.rollout.sandbox.services import Group, Services
+from rollcage.rollout.sandbox.trust import Proxies, load_trust, sandbox_env
 from rollcage.rollout.sandbox.warm import LIFE_SEC, Stock
 from rollcage.rollout.task import Environment, resolve_env
 
@@ -56,7 +59,8 @@ class SandboxSettings:
     `deadline_sec`: a sandbox ends by itself so long after its start. `environ` resolves `${VAR}` in tasks.
     `memory_reserve_mb`: what a sandbox counts for in admission, None: its limit. `admit_memory_mb` and
     `admit_cpus`: what may be admitted at once, None: by the engine's machine. `warm`: how many sandboxes are
-    started ahead.
+    started ahead. `image_disk_gb` (GiB): what our images may take of the engine's disk (`image_gc.py`). `ca_bundle`
+    and `proxies`: see `trust.py`.
     """
 
     docker_host: str | None = None
@@ -78,6 +82,9 @@ class SandboxSettings:
     admit_cpus: float | None = None
     least_disk_mb: int = 1024
     warm: int = 0
+    image_disk_gb: float | None = None
+    ca_bundle: str | None = None
+    proxies: Proxies = field(default_factory=Proxies)
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,7 @@ class _Held:
     sandbox: Sandbox
     lease: NetworkLease
     need: Need
+    services: Services | None = None
 
 
 class SandboxPool:
@@ -109,7 +117,15 @@ class SandboxPool:
         self.settings = settings
         self.host = host
         self.job = job
-        self.images = Images(engine, host=host, build_slots=settings.build_slots)
+        self.trust = load_trust(settings.ca_bundle, local=is_local(engine))
+        self.images = Images(
+            engine,
+            host=host,
+            build_slots=settings.build_slots,
+            trust=self.trust,
+            proxies=settings.proxies,
+            disk_gb=settings.image_disk_gb,
+        )
         self.networks = Networks(
             engine,
             host,
@@ -129,8 +145,13 @@ class SandboxPool:
         self._opening = asyncio.Lock()
 
     async def image(self, environment: Environment, task: str) -> BuiltImage:
-        """The task's image, built or fetched once however many ask. Raises `BuildError`."""
-        return await self.images.ensure(environment, task=task)
+        """The image of the task's sandbox, built or fetched once however many ask; those of its other services
+        are made as well. Raises `BuildError`, and `TaskError` for a compose file that is wrong with the job's
+        variables."""
+        if environment.compose is None:
+            return await self.images.ensure(environment, task=task)
+        services = self._services(environment)
+        return (await self._service_images(services, environment, task))[MAIN]
 
     async def acquire(
         self,
@@ -156,20 +177,25 @@ class SandboxPool:
         admission = await self._admitting()
         need = self._need(environment, admission)
         self.waiting += 1
+        self.images.hold(image.id)
         try:
             await admission.admit(need, at_once=role != "main")
         finally:
+            self.images.let_go(image.id)
             self.waiting -= 1
-        spec = self._spec(image, environment, name, attempt_id, life)
+        spec = self._spec(image, environment, mode, name, attempt_id, life)
         self.cold_starts += 1
-        held = await self._start(spec, mode, environment.allowed_hosts, need, image.user)
+        if environment.compose is not None:
+            held = await self._start_services(spec, mode, environment, need, image)
+        else:
+            held = await self._start(spec, mode, environment.allowed_hosts, need, image.user)
         self._held[held.sandbox.id] = held
         return held.sandbox
 
     def expect(self, coming: Sequence[Expected]) -> None:
         """These will be asked for next, in this order: the first `settings.warm` of them are started ahead, as far
         as nobody waits for the room."""
-        coming = coming[: self.settings.warm]
+        coming = [one for one in coming if one.environment.compose is None][: self.settings.warm]
         keys = [_key(one.image, one.environment, one.environment.network_mode) for one in coming]
         self._expected = dict(zip(keys, coming, strict=True))
         self.stock.expect(keys)
@@ -206,6 +232,7 @@ class SandboxPool:
     ) -> _Held:
         """Start a container on a network of this mode. Gives back `need` where that fails."""
         lease = None
+        self.images.hold(spec.image)
         try:
             lease = await self._lease(mode, allowed_hosts)
             spec = replace(spec, network=lease.name, dns=lease.dns)
@@ -221,10 +248,94 @@ class SandboxPool:
             if self._admission is not None:
                 self._admission.release(need)
             raise
+        finally:
+            self.images.let_go(spec.image)
         return _Held(sandbox, lease, need)
 
+    async def _start_services(
+        self, spec: SandboxSpec, mode: str, environment: Environment, need: Need, image: BuiltImage
+    ) -> _Held:
+        """Start a task's several containers on a network of their own. Gives back `need` where that fails."""
+        lease, running = None, None
+        try:
+            services = self._services(environment)
+            images = await self._service_images(services, environment, spec.name)
+            if len(services) == 1:
+                lease = await self._lease(mode, environment.allowed_hosts)
+            else:
+                internet = mode == "public" and has_internet(environment, services)
+                lease = await self._leased(self.networks.lease_private(internet))
+            main = services[MAIN]
+            spec = replace(
+                spec,
+                network=lease.name,
+                dns=lease.dns,
+                workdir=environment.workdir or main.workdir or image.workdir,
+                cpus=main.cpus or spec.cpus,
+                memory_mb=main.memory_mb or spec.memory_mb,
+            )
+            settings = self.settings
+            start_sec = environment.build_timeout_sec
+            group = Group(services, images, spec, settings.cpus, settings.memory_mb, start_sec)
+            running = Services(self.engine, group)
+
+            async def start_main(spec: SandboxSpec) -> DockerSandbox:
+                sandbox = await start_sandbox(self.engine, spec, image_user=main.user or image.user)
+                try:
+                    await self.networks.seclude(lease, sandbox.id)
+                except BaseException:
+                    await sandbox.remove()
+                    raise
+                return sandbox
+
+            sandbox = await running.start(start_main)
+        except BaseException:
+            if running is not None:
+                await self._give_up(running)
+            if lease is not None:
+                self.networks.release(lease)
+            if self._admission is not None:
+                self._admission.release(need)
+            raise
+        return _Held(sandbox, lease, need, running)
+
+    async def _give_up(self, services: Services) -> None:
+        try:
+            await services.remove()
+        except SandboxError as error:
+            self.failed_removals.append(str(error))
+
+    def _services(self, environment: Environment) -> dict[str, Service]:
+        """The services of an environment with a compose file. Raises `TaskError`."""
+        if environment.compose is None:
+            return {}
+        environ = self.settings.environ
+        return environment.compose.services(environ, resolve_env(environment.env, environ))
+
+    async def _service_images(
+        self, services: Mapping[str, Service], environment: Environment, task: str
+    ) -> dict[str, BuiltImage]:
+        """The services' images by service, made at the same time."""
+        made = await asyncio.gather(
+            *(
+                self.images.ensure(
+                    image_environment(service, environment),
+                    task=task if service.name == MAIN else f"{task} (service {service.name})",
+                )
+                for service in services.values()
+            ),
+            return_exceptions=True,
+        )
+        for one in made:
+            if isinstance(one, BaseException):
+                raise one
+        return {name: one for name, one in zip(services, made, strict=True) if isinstance(one, BuiltImage)}
+
     async def _lease(self, mode: str, allowed_hosts: Sequence[str]) -> NetworkLease:
-        leasing = asyncio.ensure_future(self.networks.lease(mode, allowed_hosts))
+        return await self._leased(self.networks.lease(mode, allowed_hosts))
+
+    async def _leased(self, asked: Coroutine[Any, Any, NetworkLease]) -> NetworkLease:
+        leasing = asyncio.ensure_future(asked)
         try:
             await asyncio.wait({leasing}, timeout=LEASE_SEC)
             if not leasing.done():
@@ -250,7 +361,7 @@ class SandboxPool:
             while True:
                 try:
                     async with asyncio.timeout(REMOVAL_SEC):
-                        await held.sandbox.remove()
+                        await (held.services or held.sandbox).remove()
                     return
                 except (SandboxError, TimeoutError, OSError) as error:
                     pause = next(waits, None)
@@ -278,7 +389,7 @@ class SandboxPool:
         number = self.stock.handed_out + len(self.stock) + self.stock.found_dead
         life = max(self.settings.deadline_sec, expected.least_sec) + LIFE_SEC
         name = f"rollcage-{self.host}-warm-{number}-{time.monotonic_ns():x}"
-        spec = self._spec(expected.image, environment, name, "", life)
+        spec = self._spec(expected.image, environment, environment.network_mode, name, "", life)
         hosts = environment.allowed_hosts
         return await self._start(spec, environment.network_mode, hosts, need, expected.image.user)
 
@@ -323,18 +434,33 @@ class SandboxPool:
         limit = environment.memory_mb or self.settings.memory_mb
         memory = self.settings.memory_reserve_mb or limit or UNLIMITED_MB
         cpus = environment.cpus or self.settings.cpus or 0.0
+        for service in self._services(environment).values():
+            if service.name != MAIN:
+                limit = service.memory_mb or self.settings.memory_mb
+                memory += self.settings.memory_reserve_mb or limit or UNLIMITED_MB
+                cpus += service.cpus or self.settings.cpus or 0.0
         capacity = admission.capacity
         return Need(min(memory, capacity.memory_mb), min(cpus, capacity.cpus))
 
     def _spec(
-        self, image: BuiltImage, environment: Environment, name: str, attempt_id: str, deadline_sec: float
+        self,
+        image: BuiltImage,
+        environment: Environment,
+        mode: str,
+        name: str,
+        attempt_id: str,
+        deadline_sec: float,
     ) -> SandboxSpec:
         """What a sandbox is made with, but for its network."""
         settings = self.settings
         return SandboxSpec(
             image=image.id,
             name=name,
-            env=resolve_env(environment.env, settings.environ),
+            env={
+                **sandbox_env(self.trust, settings.proxies, image.env, internet=mode == "public"),
+                **resolve_env(environment.env, settings.environ),
+            },
+            binds=() if self.trust is None else (self.trust.bind,),
             workdir=environment.workdir or image.workdir,
             cpus=environment.cpus or settings.cpus,
             memory_mb=environment.memory_mb or settings.memory_mb,

@@ -12,13 +12,14 @@ PID 1 and write its memory. Against that:
 
 The rest is what engines refuse a container without capabilities: namespaces and mounts, keyrings, kernel interfaces
 with a history (bpf, perf, userfaultfd, io_uring), and the administration of the machine. A call that is in neither
-list is newer than this file: engines from 23 on answer ENOSYS, so that a C library does without; older ones EPERM.
+list is refused, too; to one that is newer than all of them runc answers ENOSYS, so that a C library does without.
 
 Engines read a profile's JSON in the request. podman wants the name of a file on its own machine: `security_option`.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import tempfile
@@ -66,7 +67,7 @@ def profile() -> str:
     return json.dumps(
         {
             "defaultAction": "SCMP_ACT_ERRNO",
-            "defaultErrnoRet": ENOSYS,
+            "defaultErrnoRet": EPERM,
             "archMap": [
                 {"architecture": "SCMP_ARCH_X86_64", "subArchitectures": ["SCMP_ARCH_X86"]},
                 {"architecture": "SCMP_ARCH_AARCH64", "subArchitectures": ["SCMP_ARCH_ARM"]},
@@ -104,11 +105,13 @@ def security_option(*, podman: bool) -> str:
 
 @cache
 def _profile_file() -> Path:
-    """A file that holds the filter, for as long as the machine keeps its temporary files."""
+    """A file that holds the filter, for as long as this process lives."""
     handle, name = tempfile.mkstemp(prefix="rollcage-seccomp-", suffix=".json")
     with os.fdopen(handle, "w") as file:
         file.write(profile())
-    return Path(name)
+    path = Path(name)
+    atexit.register(path.unlink, missing_ok=True)
+    return path
 
 
 def _allow(*names: str) -> dict[str, Any]:

@@ -60,10 +60,10 @@ rc_tick() {
 rc_spawn() {
   rc_number=$((rc_number + 1))
   # A timer that is started in between would be taken for the shell: $! is the last child of either.
-  rc_others_busy=$rc_busy rc_busy=1
+  rc_busy=1$rc_busy
   command eval 'rc_shell_main <&7 >&8 2>&9 7<&- 8>&- 9>&- & rc_shell=$!'
   rc_spawned=$?
-  rc_busy=$rc_others_busy
+  rc_busy=${rc_busy#1}
   return "$rc_spawned"
 }
 
@@ -142,20 +142,21 @@ rc_kill_command() {
   done
 }
 
-# The shell first, so that it drops the rest of the command instead of going on behind what is killed.
+# The shell first, so that it drops the rest of the command instead of going on behind what is killed. This and rc_clear
+# may come in the middle of each other, of themselves, and of a start: each takes only its own mark off rc_busy.
 rc_interrupt() {
-  rc_busy=1
+  rc_busy=1$rc_busy
   kill -43 "$rc_shell"
   kill -CONT "$rc_shell"
   rc_kill_command
-  rc_busy=''
+  rc_busy=${rc_busy#1}
   rc_say interrupted
   rc_tick
 }
 
 # The kernel lets nobody fork who has been killed, so that one kill is enough.
 rc_clear() {
-  rc_busy=1 rc_others=1
+  rc_busy=1$rc_busy rc_others=1
   kill -KILL -1
   while [ -n "$rc_others" ]; do
     rc_others=
@@ -165,7 +166,7 @@ rc_clear() {
       case $rc_state in Z | X) ;; *) rc_others=1 ;; esac
     done
   done
-  rc_busy='' rc_cleared=1
+  rc_busy=${rc_busy#1} rc_cleared=1
 }
 
 rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline='' rc_timer='' rc_ticked='' rc_ticks=0 rc_busy='' rc_home=$PWD

@@ -263,6 +263,24 @@ def test_good_tasks_are_status_0(write_task: Any) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 tasks checked, 0 with problems\n", "")
 
 
+def test_a_key_that_looks_like_a_known_one_is_a_warning_and_no_problem(write_task: Any) -> None:
+    toml = (
+        "[environment]\nmemory_md = 64\nanother = 1\n[environment.env]\ntimeout = '1'\n"
+        "[metadata]\ntimeout_sek = 1\n[agents]\ntimeout = 3\n[[verifier.collect]]\ncommand = 'x'\nuzer = 'y'\n"
+    )
+    task = write_task("tasks/a", toml=toml)
+    done = rollcage("tasks", "check", task)
+    assert done.returncode == 0, done.stdout
+    assert [line.partition("task.toml:")[2] for line in done.stdout.splitlines()[:-1]] == [
+        "3: [environment].memory_md is not known and ignored (did you mean memory_mb?)",
+        "9: agents is not known and ignored (did you mean agent?)",
+        "13: verifier.collect[0].uzer is not known and ignored (did you mean user?)",
+    ]
+    assert done.stdout.splitlines()[-1] == "1 tasks checked, 0 with problems"
+    shown = json.loads(rollcage("tasks", "check", task, "--json").stdout)
+    assert [warning["line"] for warning in shown["tasks"][0]["warnings"]] == [3, 9, 13]
+
+
 def old_task(root: Path) -> Path:
     files = {
         "task.yaml": "instruction: Make /app/hello.\nparser_name: pytest\ndifficulty: easy\n",

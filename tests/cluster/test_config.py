@@ -125,6 +125,13 @@ def test_unknown_settings_are_refused_with_their_line_and_the_nearest_name(job) 
         ("policies: {a b: {kind: vllm, model: x}}", 'policies.a b: cannot be a name: "a b"'),
         ("policies: {p: {kind: vllm, model: x, file: y}}", "policies.p.file: there is no such setting"),
         ("sandbox: {network: {cidr: 10.0.0.0/99}}", "sandbox.network.cidr: "),
+        ("sandbox: {network: {cidr: 10.0.0.0/27}}", "10.0.0.0/27 is too small: at least a /26"),
+        ("sandbox: {network: {allow_private: [8.8.8.0/24]}}", "8.8.8.0/24 is in none of 10.0.0.0/8, "),
+        ("sandbox: {network: {allow_private: [169.254.0.0/16]}}", "169.254.0.0/16 is in none of"),
+        (
+            "sandbox: {network: {allow_private: [10.0.0.0/24], insecure_network: true}}",
+            "allow_private opens nothing where insecure_network opens everything",
+        ),
         ("sandbox: 3", "sandbox: must be a valid dictionary or instance of SandboxConfig, not 3"),
         ("tasks: {a: b}", "'tasks' was set before, at"),
     ],

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollcage.cluster.host import HostSpec, SandboxHost, pack_task
-from rollcage.rollout.outcome import Outcome
+from rollcage.cluster.host import HostSpec, SandboxHost
+from rollcage.cluster.task_copies import TaskCopies, pack_task, remove_abandoned
+from rollcage.rollout.outcome import Outcome, SandboxError
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.sandbox.pool import SandboxSettings
 from rollcage.rollout.task import Task, load_task
@@ -92,3 +95,55 @@ async def test_an_attempt_that_is_cancelled_ends_in_its_record(
     await host.cancel()
     ended = await attempt
     assert (ended.outcome, ended.error_class) == (Outcome.CANCELLED, "cancelled")
+
+
+@pytest.mark.parametrize(("file", "content"), [("tests/test.sh", "exit 0\n"), ("solution/solve.sh", "exit 1\n"),
+                                               ("environment/Dockerfile", "FROM scratch\n")])  # fmt: skip
+async def test_a_task_that_is_edited_while_the_job_runs_is_run_as_it_was(
+    host: SandboxHost, write_task: Any, file: str, content: str
+) -> None:
+    root = write_task("tasks/one", toml=SETTINGS)
+    task = load_task(root)
+    assert (await host.prepare(task)).error_class is None
+    (root / file).write_text(content)
+    attempt = await host.run(spec(task), None)
+    assert (attempt.outcome, attempt.task_digest) == (Outcome.PASSED, task.digest), attempt.evidence
+
+
+async def test_files_that_are_not_what_the_digest_says_are_not_run(
+    host: SandboxHost, write_task: Any
+) -> None:
+    root = write_task("tasks/one", toml=SETTINGS)
+    task = load_task(root)
+    (root / "tests/test.sh").write_text("exit 0\n")
+    assert (await host.prepare(task)).wants_files
+    prepared = await host.prepare(task, pack_task(task))
+    assert prepared.error_class == "task_malformed"
+    assert prepared.evidence is not None
+    assert f"{root}: the files of one were changed while the job ran" in prepared.evidence.message
+
+
+@pytest.mark.parametrize("runtime", ["other", "kata"])
+async def test_a_runtime_that_the_engine_lacks_ends_the_job_before_it_begins(runtime: str) -> None:
+    host = SandboxHost(HostSpec("test-host", SandboxSettings(runtime=runtime)))
+    with pytest.raises(SandboxError, match=rf"no runtime '{runtime}' \(it has .*runc"):
+        await host.open()
+
+
+def test_copies_of_a_host_that_was_killed_are_removed_by_the_next(
+    tmp_path: Path, write_task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    Path(tempfile.gettempdir()).mkdir()
+    task = load_task(write_task("tasks/one"))
+    living, dead = TaskCopies(), TaskCopies()
+    for copies in (living, dead):
+        assert copies.take(task) is not None
+    os.close(dead._lock)
+    remove_abandoned()
+    assert living._root is not None
+    assert dead._root is not None
+    assert living._root.exists()
+    assert not dead._root.exists()
+    living.close()
+    assert not list(Path(tempfile.gettempdir()).iterdir())

@@ -112,7 +112,7 @@ def test_a_broken_task_is_planned_beside_the_others(write_task: Any, plan: Plan)
 
 def test_an_unsupported_task_is_called_so(write_task: Any, plan: Plan) -> None:
     root = write_task("tasks/compose")
-    (root / "environment/docker-compose.yaml").write_text("services: {main: {}, db: {image: x}}\n")
+    (root / "environment/docker-compose.yaml").write_text("services: {main: {}, db: {image: x, privileged: true}}\n")
     [broken] = plan().broken
     assert broken.error_class == "unsupported"
 
@@ -215,3 +215,4 @@ def test_a_host_is_made_with_the_jobs_sandbox_settings_and_the_variables_that_ta
     spec = host_spec(config, plan, {}, environ)
     assert (spec.job, spec.sandbox.pids, spec.sandbox.network_cidr) == (plan.job, 99, "10.9.0.0/16")
     assert (spec.sandbox.memory_mb, spec.sandbox.environ) == (512, {"ASKED_FOR": "value"})
+    assert spec.sandbox.network_modes == {task.environment.network_mode for task in plan.tasks.values()}

@@ -293,16 +293,51 @@ def test_a_quarantined_task_gets_no_further_attempt_by_any_agent_and_what_is_in_
     assert {ends["b", n][1:] for n in range(3)} == {(Outcome.INVALID, "healthcheck", 0, None)}
 
 
-def test_a_verifier_that_fails_twice_quarantines_its_task() -> None:
-    key = keys(2, 2)[0]
-    world = World(
-        Scheduler(keys(2, 2), concurrency=1, hosts={"h": 1}),
-        attempt=lambda a: (Outcome.INVALID, "verifier_crash") if a.key == key else PASSED,
-    ).run()
-    assert world.attempts()[key] == 2
-    assert world.outcomes()[key] == (Outcome.INVALID, "verifier_crash")
-    assert world.scheduler.counts().quarantined == {task_key(0): "verifier_crash"}
-    assert world.outcomes()[keys(2, 2)[2]] == PASSED
+def run_with(results: Mapping[RolloutKey, str], all_keys: list[RolloutKey]) -> World:
+    """One at a time; every attempt of these rollouts ends with the class."""
+
+    def attempt(assignment: Assignment) -> Result:
+        error_class = results.get(assignment.key)
+        return PASSED if error_class is None else (Outcome.INVALID, error_class)
+
+    return World(Scheduler(all_keys, concurrency=1, hosts={"h": 1}), attempt=attempt).run()
+
+
+def test_one_samples_agent_that_breaks_its_verifier_costs_the_others_nothing() -> None:
+    bad = keys(2, 4)[0]
+    world = run_with({bad: "verifier_crash"}, keys(2, 4))
+    assert world.attempts()[bad] == 2
+    assert world.outcomes() == {
+        key: (Outcome.INVALID, "verifier_crash") if key == bad else PASSED for key in keys(2, 4)
+    }
+    assert not world.scheduler.counts().quarantined
+
+
+@pytest.mark.parametrize("agents", [("a",), ("a", "b")])
+def test_a_verifier_that_fails_two_rollouts_quarantines_its_task(agents: tuple[str, ...]) -> None:
+    everyone = keys(2, 4 // len(agents), agents)
+    first, second = everyone[0], everyone[2]
+    world = run_with({first: "verifier_crash", second: "reward_missing"}, everyone)
+    assert world.attempts()[first] == world.attempts()[second] == 2
+    assert world.scheduler.counts().quarantined == {task_key(0): "reward_missing"}
+    outcomes = world.outcomes()
+    assert outcomes[first] == (Outcome.INVALID, "verifier_crash")
+    assert outcomes[everyone[1]] == PASSED
+    assert outcomes[everyone[3]] == (Outcome.INVALID, "reward_missing")
+    assert world.attempts()[everyone[3]] == 0
+    assert outcomes[everyone[4]] == PASSED
+
+
+def test_the_only_rollout_of_a_task_is_enough_to_quarantine_it() -> None:
+    world = run_with({keys(2, 1)[0]: "verifier_timeout"}, keys(2, 1))
+    assert world.scheduler.counts().quarantined == {task_key(0): "verifier_timeout"}
+
+
+def test_tampering_with_a_reward_is_its_own_agents_doing_however_many_do_it() -> None:
+    world = run_with(dict.fromkeys(keys(1, 4), "reward_tampered"), keys(1, 4))
+    assert world.outcomes() == dict.fromkeys(keys(1, 4), (Outcome.INVALID, "reward_tampered"))
+    assert world.attempts() == dict.fromkeys(keys(1, 4), 2)
+    assert not world.scheduler.counts().quarantined
 
 
 def test_a_driver_may_quarantine_a_task_that_it_cannot_load() -> None:

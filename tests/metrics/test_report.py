@@ -189,6 +189,24 @@ def test_a_verifier_quarantines_its_task_only_after_its_retries(
     assert bool(summarize(tmp_path)["quarantined"]) is quarantined
 
 
+@pytest.mark.parametrize(
+    ("spoilt", "agents", "quarantined"),
+    [(1, ("bash",), []), (2, ("bash",), ["bash"]), (1, ("bash", "nop"), ["bash", "nop"])],
+)
+def test_one_rollout_of_several_does_not_speak_for_its_task(
+    tmp_path: Path, spoilt: int, agents: tuple[str, ...], quarantined: list[str]
+) -> None:
+    rows = [
+        an_attempt("a", sample, Outcome.INVALID, "verifier_crash", agent=agent)
+        if sample < spoilt
+        else an_attempt("a", sample, agent=agent)
+        for agent in agents
+        for sample in range(3)
+    ]
+    write(Location(tmp_path), rows, [(row, 2 if row.error_class else 1, 3) for row in rows])
+    assert [entry["agent"] for entry in summarize(tmp_path)["quarantined"]] == quarantined
+
+
 def test_a_run_in_which_nothing_has_ended_yet_has_a_report(tmp_path: Path) -> None:
     Location(tmp_path).write_json("job.json", {})
     report = summarize(tmp_path)

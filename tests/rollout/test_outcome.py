@@ -53,7 +53,9 @@ def test_only_an_agents_own_failure_gives_a_reward_and_only_infra_has_more_than_
             case Domain.TASK:
                 assert (row.retries, row.quarantine) == (0, Quarantine.AT_ONCE)
             case Domain.VERIFIER:
-                assert (row.retries, row.quarantine) == (1, Quarantine.AFTER_RETRIES)
+                never = row.name == "reward_tampered"  # the agent's own doing
+                assert row.retries == 1
+                assert row.quarantine is (Quarantine.NEVER if never else Quarantine.AFTER_RETRIES)
             case Domain.INFRA:
                 assert row.retries >= 2
                 assert row.backoff_sec > 0

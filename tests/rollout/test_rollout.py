@@ -123,7 +123,9 @@ class TestWhatTheTaskAsksFor:
         assert attempt.trajectory.turns[0].commands[0].stdout == "/not/there\n"
 
     async def test_more_memory_than_an_engine_takes_for_a_limit(self, rollouts: Any) -> None:
-        attempt = await rollouts.attempt(rollouts.task(environment="memory_mb = 1"))
+        task = rollouts.task()  # whose file the loader would refuse
+        task = replace(task, environment=replace(task.environment, memory_mb=1))
+        attempt = await rollouts.attempt(task)
         assert (attempt.outcome, attempt.error_class) == (Outcome.INVALID, "container_config")
 
     async def test_an_image_without_a_shell(self, rollouts: Any) -> None:
@@ -253,3 +255,17 @@ async def test_what_is_shown_tells_the_way(rollouts: Any) -> None:
         "reward",
     ]
     assert "org/shown" in lines[0]
+
+
+async def test_no_value_of_the_hosts_variables_is_kept_beside_the_trajectory(
+    rollouts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"JUDGE_KEY": "sk-0123456789abcdef"}
+    monkeypatch.setattr(rollouts.pool, "settings", replace(rollouts.pool.settings, environ=environ))
+    tests = ('echo "key $KEY"; echo 1 >/logs/verifier/reward.txt', 'echo "key $KEY"')
+    for test, error_class in zip(tests, (None, "reward_missing"), strict=True):
+        task = rollouts.task(test=test, **{"verifier.env": 'KEY = "${JUDGE_KEY}"'})
+        attempt = await rollouts.attempt(task, "nop", verifier=TestsVerifier(environ=environ))
+        assert attempt.error_class == error_class
+        kept = attempt.reward.output_tail if attempt.reward else attempt.evidence.log_tail
+        assert kept == "key ${JUDGE_KEY}\n"

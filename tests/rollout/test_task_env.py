@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from rollcage.rollout.outcome import TaskError
-from rollcage.rollout.task import Environment, Task, load_task, missing_env, referenced_env, resolve_env
+from rollcage.rollout.task import (
+    Environment,
+    Task,
+    load_task,
+    missing_env,
+    redactor,
+    referenced_env,
+    resolve_env,
+)
 
 
 @pytest.mark.parametrize(
@@ -89,3 +97,17 @@ def test_a_host_is_given_the_variables_that_a_task_names_and_no_other(tmp_path: 
         solution_env={"D": "${TOKEN}"},
     )
     assert referenced_env(task) == {"KEY", "MODE", "TOKEN"}
+
+
+def test_a_hosts_values_are_taken_out_of_texts_that_are_kept(tmp_path: Path) -> None:
+    task = Task(
+        "t", tmp_path, "", Environment(None, "image", env={"A": "${KEY}", "B": "${LONG}", "C": "${PORT}"}), ()
+    )
+    environ = {"KEY": "s3cret-key", "LONG": "s3cret-key-longer", "PORT": "8080", "OTHER": "not-named-here"}
+    redact = redactor(task, environ)
+    assert (
+        redact("a s3cret-key, s3cret-key-longer: 8080 not-named-here")
+        == "a ${KEY}, ${LONG}: 8080 not-named-here"
+    )
+    assert redact("ret-key is what is left of it, ey is not") == "${KEY} is what is left of it, ey is not"
+    assert redactor(task, {"KEY": ""})("as it is") == "as it is"

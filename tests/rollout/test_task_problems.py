@@ -42,7 +42,31 @@ def problems_of(root: Path, files: dict[str, str | bytes | None]) -> list[Proble
         ('[agent]\nuser = ""', 2, "not empty", "leave the key out"),
         ("agent = 3", 1, "agent must be a table", "[agent]"),
         ("[environment]\ncpus = 0", 2, "[environment].cpus must be greater than 0", "larger"),
-        ("[environment]\nmemory_mb = 0.5", 2, "at least 1", "larger"),
+        ("[environment]\nmemory_mb = 0.5", 2, "at least 6", "larger"),
+        ("[environment]\nmemory_mb = 5", 2, "[environment].memory_mb must be at least 6, not 5", "larger"),
+        ("[environment]\nmemory_mb = 1e300", 2, "at most 1,073,741,824", "smaller"),
+        ('[environment]\nmemory = "4M"', 2, "is 4 MiB, not 6 to 1,073,741,824", "memory_mb = 2048"),
+        ('[environment]\nstorage = "9999999999G"', 2, "not 1 to 1,073,741,824", "storage_mb = 2048"),
+        ("[environment]\nstorage_mb = 1099511627776", 2, "at most 1,073,741,824", "smaller"),
+        ("[environment]\ncpus = 0.001", 2, "at least 0.01", "larger"),
+        ("[environment]\ncpus = 1e300", 2, "at most 100,000", "smaller"),
+        ("[agent]\ntimeout_sec = 1e300", 2, "at most 1,000,000,000", "smaller"),
+        ("[verifier]\ntimeout_sec = 1e10", 2, "at most 1,000,000,000", "smaller"),
+        ("[environment]\nbuild_timeout_sec = 1e300", 2, "at most 1,000,000,000", "smaller"),
+        (
+            "[environment.healthcheck]\ncommand = 'x'\nstart_period_sec = 1e300",
+            3,
+            "at most 1,000,000,000",
+            "smaller",
+        ),
+        ("[environment.healthcheck]\ncommand = 'x'\nretries = 1e300", 3, "at most 1,000,000,000", "smaller"),
+        (f'[environment]\nworkdir = "/{"x" * 300}"', 2, "longer than a path can be", "shorter"),
+        ('[environment.env]\nA = "x\\u0000y"', 2, "[environment.env].A holds a NUL", "without"),
+        (f'[environment.env]\nA = "{"x" * (128 << 10)}"', 2, "longer than the 131,071 bytes", "a file"),
+        ('[environment.env]\n"A\\nB" = "x"', 1, "is not a variable's name", "letters"),
+        ('[environment.env]\n"A B" = "x"', 2, "is not a variable's name", "letters"),
+        ('[verifier.env]\n"a.b" = "x"', 2, "is not a variable's name", "letters"),
+        ('[solution.env]\n"1st" = "x"', 2, "is not a variable's name", "letters"),
         ("[environment]\nmemory_mb = 100.5", 2, "a whole number", "memory_mb = 101"),
         ('[environment]\nmemory = "lots"', 2, "must be a size", "memory_mb = 2048"),
         (
@@ -54,6 +78,18 @@ def problems_of(root: Path, files: dict[str, str | bytes | None]) -> list[Proble
         ('[environment]\nworkdir = "app"', 2, "must be an absolute path", '"/app"'),
         ('[environment]\nnetwork_mode = "off"', 2, '"public", "no-network", "allowlist"', "one of these"),
         ('[environment]\nallowed_hosts = ["a.b"]', 2, "only goes with an allowlist", "leave it out"),
+        (
+            '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["https://a.b/c"]',
+            3,
+            '"https://a.b/c" is no name, IP address or CIDR',
+            "correct it",
+        ),
+        (
+            '[verifier]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.b", "a.*.c"]',
+            3,
+            'may have a star only as a leading "*."',
+            "correct it",
+        ),
         ('[environment]\nallow_internet = "no"', 2, "true or false", "allow_internet = true"),
         ("[environment.env]\nPORT = 80", 2, "[environment.env].PORT must be a string, not 80", 'PORT = "80"'),
         ('[environment.env]\n"A=B" = "x"', 2, "is not a variable's name", "letters"),
@@ -91,6 +127,13 @@ def problems_of(root: Path, files: dict[str, str | bytes | None]) -> list[Proble
         ("environment = {cpus = -1}", 1, "[environment].cpus", ""),
         ("agent.timeout_sec = -1", 1, "[agent].timeout_sec", ""),
         ('["agent"] # x\r\n"timeout_sec" = -1\r\n', 2, "[agent].timeout_sec", ""),
+        (
+            '[[verifier.collect]]\ncommand = "x"\nservice = "db"',
+            3,
+            "verifier.collect[0].service",
+            "docker-compose.yaml",
+        ),
+        ('artifacts = [{source = "/x", service = "db"}]', 1, "artifacts[0].service", "main"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_line(
@@ -114,22 +157,24 @@ def test_a_wrong_value_is_named_with_its_line(
         ('[environment]\nskills_dir = "/skills"', {}, "[environment].skills_dir"),
         ('[[environment.mcp_servers]]\nname = "x"', {}, "[environment].mcp_servers"),
         (
-            '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.b"]',
+            '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["2001:db8::1"]',
             {},
-            "[environment].network_mode",
+            "[environment].allowed_hosts",
         ),
         ('[agent]\nnetwork_mode = "allowlist"', {}, "[agent].network_mode"),
         ('[agent]\nnetwork_mode = "no-network"', {}, "[agent].network_mode"),
         ('[verifier]\nnetwork_mode = "no-network"', {}, "[verifier].network_mode"),
-        ('[[verifier.collect]]\ncommand = "x"\nservice = "db"', {}, "verifier.collect[0].service"),
-        ('artifacts = [{source = "/x", service = "db"}]', {}, "artifacts[0].service"),
         ('schema_version = "2.0"', {}, "schema_version"),
-        ("", {"environment/docker-compose.yaml": "services: {}"}, "docker-compose"),
+        (
+            "",
+            {"environment/docker-compose.yaml": "services: {main: {privileged: true}}"},
+            "services.main.privileged",
+        ),
         ("", {"trajectory.json": "{}"}, "conversation"),
         (
             '[verifier]\nenvironment_mode = "separate"',
-            {"tests/docker-compose.yaml": "services: {}"},
-            "docker-compose",
+            {"tests/docker-compose.yaml": "services: {main: {devices: [/dev/kvm]}}"},
+            "services.main.devices",
         ),
     ],
 )
@@ -201,7 +246,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     task, problems = check_task(tmp_path)
     assert task is None
     assert problems[0].file == str(tmp_path / "task.toml")
-    assert "cannot be read" in problems[0].message
+    assert "leads back to itself" in problems[0].message
 
 
 def test_a_path_that_is_no_task_is_named(tmp_path: Path) -> None:
@@ -223,3 +268,37 @@ def test_a_directory_whose_name_is_not_utf_8_is_a_problem_and_stops_nothing(tmp_
     assert task is None
     assert str(problem).encode()
     assert "not UTF-8" in problem.message
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["instruction.md", "task.toml", "environment", "environment/Dockerfile", "environment/.dockerignore", "tests",
+     "tests/test.sh", "tests/deep/data", "solution", "solution/solve.sh", "steps/one", "steps/one/instruction.md",
+     "steps/one/workdir/data", "steps/one/tests/test.sh"],
+)  # fmt: skip
+def test_a_link_out_of_the_task_is_refused_wherever_it_is(tmp_path: Path, path: str) -> None:
+    root = tmp_path / "task"
+    steps = {"steps/one/instruction.md": "Do it.", "steps/one/tests/test.sh": "", "solution/solve.sh": ""}
+    toml = '[[steps]]\nname = "one"\n' if path.startswith("steps") else ""
+    problems_of(root, {**steps, "task.toml": toml})
+    link = root / path
+    link.parent.mkdir(parents=True, exist_ok=True)
+    (target := tmp_path / "elsewhere" / path).parent.mkdir(parents=True)
+    if link.exists():
+        link.rename(target)
+    else:
+        target.write_text("x")
+    link.symlink_to(target)
+    _, problems = check_task(root)
+    said = [problem for problem in problems if "outside of the task" in problem.message]
+    assert [problem.file for problem in said] == [str(link)]
+    assert said[0].remedy == "put the file itself there"
+
+
+def test_links_within_a_task_and_those_that_a_builder_copies_as_they_are_stay(tmp_path: Path) -> None:
+    problems_of(tmp_path, {"tests/data/one": "1", "environment/app/x": ""})
+    (tmp_path / "tests/two").symlink_to("data/one")
+    (tmp_path / "environment/app/python").symlink_to("/usr/bin/python3")
+    task, problems = check_task(tmp_path)
+    assert problems == []
+    assert task is not None

@@ -148,6 +148,34 @@ def test_one_mode_for_agent_and_verifier_is_the_sandboxs(tmp_path: Path) -> None
     assert load_task(write(tmp_path, SINGLE, toml)).environment.network_mode == "no-network"
 
 
+LISTED = 'network_mode = "allowlist"\nallowed_hosts = ["PyPI.org.", "*.debian.org", "198.51.100.0/24"]\n'
+
+
+def test_an_allowlist_is_read_in_its_one_form(tmp_path: Path) -> None:
+    environment = load_task(write(tmp_path, SINGLE, f"[environment]\n{LISTED}")).environment
+    assert environment.network_mode == "allowlist"
+    assert environment.allowed_hosts == ("*.debian.org", "198.51.100.0/24", "pypi.org")
+
+
+def test_agent_and_verifier_in_one_sandbox_must_have_one_allowlist(tmp_path: Path) -> None:
+    task = load_task(write(tmp_path / "same", SINGLE, f"[agent]\n{LISTED}[verifier]\n{LISTED.lower()}"))
+    assert (task.environment.network_mode, len(task.environment.allowed_hosts)) == ("allowlist", 3)
+    other = LISTED.replace("PyPI.org.", "example.org")
+    [problem] = check_task(write(tmp_path / "other", SINGLE, f"[agent]\n{LISTED}[verifier]\n{other}"))[1]
+    assert problem.error_class == "unsupported"
+    assert "different modes or hosts" in problem.message
+
+
+def test_a_separate_verifier_has_an_allowlist_of_its_own(tmp_path: Path) -> None:
+    toml = f'[environment]\nnetwork_mode = "no-network"\n[verifier]\nenvironment_mode = "separate"\n{LISTED}'
+    task = load_task(write(tmp_path, SINGLE, toml))
+    own = task.steps[0].verifier.environment
+    assert own is not None
+    assert (own.network_mode, len(own.allowed_hosts)) == ("allowlist", 3)
+    assert (task.environment.network_mode, task.environment.allowed_hosts) == ("no-network", ())
+    assert task.network_modes == {"allowlist", "no-network"}
+
+
 def test_a_separate_verifier_has_a_network_of_its_own(tmp_path: Path) -> None:
     toml = '[agent]\nnetwork_mode = "no-network"\n[verifier]\nenvironment_mode = "separate"\n'
     task = load_task(write(tmp_path, SINGLE, toml))

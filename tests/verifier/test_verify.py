@@ -280,3 +280,15 @@ async def test_a_verifiers_user_that_does_not_exist_is_not_the_agents_fault(
     task = make_task(f"echo 1 >{REWARD}", user="nobody-of-that-name")
     error = await refused(sandbox, task, "verifier_crash")
     assert "nobody-of-that-name" in error.message
+
+
+async def test_a_collect_commands_user_whom_the_agent_removed_does_not_condemn_the_task(
+    make_sandbox: Callable[..., Awaitable[Sandbox]], make_task: MakeTask
+) -> None:
+    agents, verifiers = await make_sandbox(), await make_sandbox()
+    hook = {"command": "true", "timeout_sec": 10, "user": "nobody-of-that-name"}
+    task = make_task(f"echo 1 >{REWARD}", collect=(hook,))
+    with pytest.raises(VerifierError) as caught:
+        await TestsVerifier().verify_separate(agents, verifiers, task, task.steps[0])
+    assert caught.value.error_class == "verifier_crash"
+    assert "nobody-of-that-name" in caught.value.message

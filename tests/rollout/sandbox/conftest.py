@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,6 +18,7 @@ import pytest
 from rollcage.rollout.sandbox.base import SandboxSpec
 from rollcage.rollout.sandbox.container import DockerSandbox, start_sandbox
 from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.sandbox.networks import NetworkLease, Networks
 
 BASE = "debian:bookworm-slim"
 LABELS = {"rollcage.host": "test-sandbox"}
@@ -130,3 +133,119 @@ def _tar(files: dict[str, tuple[bytes, int]]) -> io.BytesIO:
             tar.addfile(entry, io.BytesIO(content))
     packed.seek(0)
     return packed
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What stands for the internet: a network namespace behind this machine, with servers that say `outside`.
+    `address` and `other` are public, `private` is not; each has HTTP on port 80, TCP on 53, and UDP on 53, whose
+    datagrams are kept in the file `heard`."""
+
+    address: str
+    other: str
+    private: str
+    heard: Path
+
+
+OUTSIDE_SERVER = """
+import http.server, socket, sys, threading
+class Say(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b"outside")
+    def log_message(self, *_): pass
+for port in (80, 53):
+    server = http.server.ThreadingHTTPServer(("0.0.0.0", port), Say)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+udp.bind(("0.0.0.0", 53))
+print("ready", flush=True)
+with open(sys.argv[1], "ab", buffering=0) as heard:
+    while True:
+        heard.write(udp.recv(2048) + b"\\n")
+"""
+
+
+@pytest.fixture(scope="session")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
+    """See `Outside`. Addresses are of a range for documentation, which nobody has."""
+    if shutil.which("ip") is None:
+        subprocess.run(["apt-get", "install", "-y", "-q", "iproute2"], check=True, capture_output=True)
+    name = f"rc{uuid4().hex[:8]}"
+    heard = tmp_path_factory.mktemp("outside") / "heard"
+    heard.touch()
+    found = Outside("198.51.100.80", "198.51.100.81", "10.77.77.80", heard)
+    own = (found.address, found.other, found.private)
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    ip("netns", "add", name)
+    server = None
+    try:
+        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
+        ip("addr", "add", "198.51.100.1/30", "dev", f"{name}a")
+        ip("link", "set", f"{name}a", "up")
+        for words in ("addr add 198.51.100.2/30 dev", "link set up dev"):
+            ip("-n", name, *words.split(), f"{name}b")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "route", "add", "default", "via", "198.51.100.1")
+        for address in own:
+            ip("-n", name, "addr", "add", f"{address}/32", "dev", "lo")
+            ip("route", "add", f"{address}/32", "via", "198.51.100.2")
+        command = ["ip", "netns", "exec", name, sys.executable, "-c", OUTSIDE_SERVER, str(heard)]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        yield found
+    finally:
+        if server is not None:
+            server.kill()
+            server.wait()
+        subprocess.run(["ip", "link", "del", f"{name}a"], check=False, capture_output=True)
+        ip("netns", "del", name)
+
+
+@pytest.fixture
+async def make_networks(engine: Engine) -> AsyncIterator[Callable[..., Networks]]:
+    """Networks of hosts; all that they made is removed after the test."""
+    made: list[Networks] = []
+
+    def make(host: str | None = None, **settings: Any) -> Networks:
+        host = host or f"test-{uuid4().hex[:8]}"
+        made.append(Networks(engine, host, **{"cidr": "10.233.0.0/16", **settings}))
+        return made[-1]
+
+    yield make
+    for networks in made:
+        await networks.close()
+
+
+Join = Callable[[Networks, NetworkLease], Awaitable[DockerSandbox]]
+
+
+@pytest.fixture
+def join(make_networks: Callable[..., Networks], make_sandbox: MakeSandbox) -> Join:
+    """Start a sandbox on a lease, as the pool does."""
+
+    async def start(networks: Networks, lease: NetworkLease) -> DockerSandbox:
+        sandbox = await make_sandbox(network=lease.name, dns=lease.dns)
+        await networks.seclude(lease, sandbox.id)
+        return sandbox
+
+    return start
+
+
+Reaches = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def reaches() -> Reaches:
+    """What a sandbox hears at an address and port: the last line of an HTTP answer, or bash's words of why not."""
+
+    async def look(sandbox: DockerSandbox, address: str, port: int = 80, *, within: int = 4) -> str:
+        get = f"exec 3<>/dev/tcp/{address}/{port} && printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3 && tail -n 1 <&3"
+        result = await (await sandbox.shell()).run(f'timeout {within} bash -c "{get}"', timeout=30)
+        words = "" if result.exit_code == 124 else result.text.strip().splitlines()[-1:]
+        return "nothing" if result.exit_code == 124 else "".join(words).rpartition(": ")[2]
+
+    return look

@@ -13,7 +13,7 @@ import pytest
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox import container as container_module
 from rollcage.rollout.sandbox.base import SandboxSpec
-from rollcage.rollout.sandbox.container import DockerSandbox, _death, start_sandbox
+from rollcage.rollout.sandbox.container import DockerSandbox, start_sandbox
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.storage import StorageWatch
 
@@ -195,22 +195,6 @@ async def test_a_process_past_the_memory_limit_shows_in_the_state(
     assert (state.running, state.oom_killed) == (True, True)
     await sandbox.stop_processes()
     assert sandbox.oom_kills > 0
-
-
-@pytest.mark.parametrize(
-    ("state", "error_class"),
-    [
-        ({"ExitCode": 137, "OOMKilled": True}, "agent_oom"),
-        ({"ExitCode": 137, "OOMKilled": False}, "container_lost"),
-        ({"ExitCode": 143, "OOMKilled": True}, "container_lost"),
-        ({"ExitCode": 0, "OOMKilled": False}, "agent_killed_sandbox"),
-        ({"ExitCode": 139, "OOMKilled": False}, "agent_killed_sandbox"),
-        ({"ExitCode": 124, "OOMKilled": True}, "container_lost"),
-        (None, "container_lost"),
-    ],
-)
-def test_whose_doing_the_end_of_a_container_was(state: dict[str, Any] | None, error_class: str) -> None:
-    assert _death(state, ready=True).error_class == error_class
 
 
 async def test_too_much_written_stops_the_processes_and_is_noted(

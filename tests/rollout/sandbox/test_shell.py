@@ -3,11 +3,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import subprocess
 import time
 
 import pytest
 
 from rollcage.rollout.sandbox.container import DockerSandbox
+from rollcage.rollout.sandbox.link import _script
 
 pytestmark = pytest.mark.docker
 
@@ -258,3 +260,17 @@ async def test_sigint_and_job_groups_are_as_in_a_terminal(make_sandbox) -> None:
     assert (await shell.run("sleep 100 & kill -INT $!; wait $!")).exit_code == 130
     assert (await shell.run("sh -c 'trap \"kill 0\" EXIT; sleep 100 & exit 0'")).exit_code is not None
     assert (await shell.run("echo $x")).stdout == b"kept\n"
+
+
+@pytest.mark.parametrize("busy", ["1", ""])
+@pytest.mark.parametrize("trap", ["rc_interrupt", "rc_clear"])
+def test_a_signal_in_the_middle_of_a_start_leaves_the_timer_out_of_it(trap: str, busy: str) -> None:
+    """The supervisor's traps, with what they call left out: a timer started now would be taken for the shell."""
+    script = _script("supervisor.sh")
+    functions = script[script.index("rc_say() {") : script.index("rc_number=0")]
+    stubs = (
+        "kill() { :; }; rc_kill_command() { :; }; rc_say() { :; }; rc_look() { return 1; }; rc_tick() { :; }"
+    )
+    command = f'{functions}\n{stubs}\nrc_busy={busy}; {trap}; echo "[$rc_busy]"'
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=20)
+    assert result.stdout == f"[{busy}]\n", result.stderr

@@ -1,0 +1,94 @@
+"""Copies of tasks on a host, so that what an attempt runs is what its task's digest says, whatever becomes of the
+task's own directory while the job runs.
+
+A copy counts only once its own digest is the task's. What a host that was killed has left of its copies is removed by
+the next one, and by `rollcage gc`: see `scratch.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import shutil
+import tarfile
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from rollcage.cluster.scratch import TASKS, make_scratch, remove_scratch
+from rollcage.rollout.outcome import BuildError, Evidence, TaskError
+from rollcage.rollout.task import Task, load_task, task_digest
+
+
+class TaskCopies:
+    """The copies of one host, below the machine's directory for temporary files. Its calls are made in threads."""
+
+    def __init__(self) -> None:
+        self._root: Path | None = None
+        self._lock = -1
+        self._opening = threading.Lock()
+
+    def take(self, task: Task, files: bytes | None = None) -> Task | None:
+        """The task as a copy on this machine: of `files` (see `pack_task`) where they were sent, else of what is at
+        its path. None where that is not what its digest says, so that its files must be sent.
+
+        Raises `TaskError` (`task_malformed`) where the files that were sent are not what the digest says, or cannot
+        be copied, and `BuildError` (`disk_full`) where there is no room for them.
+        """
+        if files is None and not task.path.is_dir():
+            return None
+        # Its own name, because a task without a name has its directory's.
+        place = Path(tempfile.mkdtemp(dir=self._open())) / (task.path.resolve().name or "task")
+        try:
+            if files is None:
+                shutil.copytree(task.path, place, symlinks=True)
+            else:
+                with tarfile.open(fileobj=io.BytesIO(files)) as tar:
+                    tar.extractall(place, filter="tar")
+            if task_digest(place) == task.digest:
+                return replace(load_task(place), digest=task.digest)
+        except (OSError, shutil.Error, tarfile.TarError) as error:
+            _remove(place.parent)
+            raise _not_copied(task, error) from error
+        except TaskError:
+            _remove(place.parent)
+            raise
+        _remove(place.parent)
+        if files is None:
+            return None
+        said = f"the files of {task.name} were changed while the job ran: they are not those that it was planned with"
+        where = f"{task.path}: {said} (digest {task.digest}); run the job again for the task as it is now"
+        raise TaskError("task_malformed", said, Evidence(where, "task files"))
+
+    def close(self) -> None:
+        """Remove the copies."""
+        if self._root is not None:
+            remove_scratch(self._root, self._lock)
+            self._root = None
+
+    def _open(self) -> Path:
+        with self._opening:
+            if self._root is None:
+                self._root, self._lock = make_scratch(TASKS)
+            return self._root
+
+
+def pack_task(task: Task) -> bytes:
+    """The task's directory as a tar, for a host that does not have it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.add(task.path, arcname=".")
+    return buffer.getvalue()
+
+
+def _not_copied(task: Task, error: Exception) -> TaskError | BuildError:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        said = f"no room in {tempfile.gettempdir()} for a copy of {task.name}"
+        return BuildError("disk_full", said, Evidence(f"{said}: {error.strerror}"))
+    said = f"the files of {task.name} cannot be copied: {error}"
+    return TaskError("task_malformed", said, Evidence(f"{task.path}: {said}", "task files"))
+
+
+def _remove(place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)

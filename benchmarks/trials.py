@@ -79,7 +79,7 @@ def run_rollcage(
     command += [] if docker_host is None else ["--set", f"sandbox.docker_host={docker_host}"]
     whole, status = _bounded(command, run, dict(os.environ), timeout_sec)
     if status not in (0, 3):
-        raise SystemExit(f"rollcage run ended with status {status}:\n{_log(run).read_text()[-3000:]}")
+        raise SystemExit(f"rollcage run ended with status {status}:\n{_said(run)}")
     attempts = read_attempts(run, ("job", "started_at"))
     began = min(attempts["started_at"].to_pylist()).timestamp()
     ended = _last_removal(attempts["job"][0].as_py(), began, docker_host)
@@ -164,7 +164,7 @@ class Harbor:
         results = [json.loads(path.read_text()) for path in sorted(job.glob("*/result.json"))]
         results = [result for result in results if result["finished_at"]]
         if not results:
-            raise SystemExit(f"no trial of harbor ended (status {status}):\n{_log(job).read_text()[-3000:]}")
+            raise SystemExit(f"no trial of harbor ended (status {status}):\n{_said(job)}")
         starts = [datetime.fromisoformat(result["started_at"]) for result in results]
         ends = [datetime.fromisoformat(result["finished_at"]) for result in results]
         return Ran(whole, (max(ends) - min(starts)).total_seconds(), [_harbor_trial(one) for one in results])
@@ -172,6 +172,12 @@ class Harbor:
 
 def _log(run: Path) -> Path:
     return run.with_name(f"{run.name}.log")
+
+
+def _said(run: Path) -> str:
+    """The log's beginning and end: Ray puts long stack traces behind what it has to say."""
+    text = _log(run).read_text()
+    return text if len(text) < 6000 else f"{text[:3000]}\n...\n{text[-3000:]}"
 
 
 def _bounded(command: list[str], run: Path, environ: dict[str, str], timeout_sec: float) -> tuple[float, int]:

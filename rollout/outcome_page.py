@@ -1,12 +1,20 @@
-"""Prints docs/outcomes.md from the outcome table: `python -m rollcage.rollout.outcome_page > docs/outcomes.md`."""
+"""Prints docs/outcomes.md from the outcome table, and from what injected faults were given:
+`python -m rollcage.rollout.outcome_page > docs/outcomes.md`.
+
+`faults.json` is written by `pytest tests/faults --write-fault-table`, which injects each of them.
+"""
 
 from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
 
 from rollcage.rollout.outcome import TABLE, Domain, ErrorClass, Quarantine, Stage
 
 _INTRODUCTION = """# Outcomes
 
-*Made from `rollout/outcome.py` by `python -m rollcage.rollout.outcome_page`; do not edit.*
+*Made from `rollout/outcome.py` and `rollout/faults.json` by `python -m rollcage.rollout.outcome_page`; do not edit.*
 
 Every attempt ends in exactly one record, every rollout in exactly one outcome: `passed`, `failed`, `invalid` (no
 attempt gave a reward that counts) or `cancelled`. An attempt that did not simply pass or fail has one of these error
@@ -22,6 +30,16 @@ classes.
 - A verifier's error quarantines its task once two of its rollouts have spent their retries on one, or the only rollout
   that it has: what a single one meets may be its own agent's doing.
 - Only the failed sample is run again, never its whole group.
+"""
+
+_FAULTS = """## Faults injected
+
+What `tests/faults` does to real engines, registries, containers, tasks and policies, the class that it must be given,
+and the class that it was given when the tests last wrote this table (`pytest tests/faults --write-fault-table`). Where
+an attempt must end without a class its outcome stands.
+
+| fault | how | expected | given |
+|---|---|---|---|
 """
 
 _QUARANTINE = {
@@ -41,7 +59,19 @@ def page() -> str:
             "| error class | meaning | stage | reward | retries | first wait | quarantine |\n"
             "|---|---|---|---|---|---|---|\n" + "\n".join(map(_row, rows)) + "\n"
         )
-    return "\n".join(sections)
+    return "\n".join([*sections, _FAULTS + "".join(map(_fault, recorded_faults()))])
+
+
+def recorded_faults() -> list[dict[str, Any]]:
+    """The rows of the fault table, with what each was given."""
+    rows: list[dict[str, Any]] = json.loads(files(__package__).joinpath("faults.json").read_text("utf-8"))
+    return rows
+
+
+def _fault(row: dict[str, Any]) -> str:
+    given = f"not injected: {row['not_injected']}" if row["not_injected"] else f"`{row['given']}`"
+    how = row["how"].replace("|", "\\|")
+    return f"| {row['fault']} | {how} | `{row['expected']}` | {given} |\n"
 
 
 def _row(row: ErrorClass) -> str:

@@ -3,7 +3,7 @@
 `check_task` reads one directory and collects every problem with file, line and remedy; `load_task` raises where
 there is any; `find_tasks` finds directories below paths and globs. A task with problems never stops the others.
 
-Its parts: `task_model` (the data), `task_toml` (TOML with line numbers), `task_config` (the sections),
+Its parts: `task_model` (the data), `task_toml` and `toml_lines` (TOML with line numbers), `task_config` (the sections),
 `task_files`, `task_compose` and `task_steps` (what is there), `task_find`, `task_env`, `digest`.
 """
 

@@ -1,8 +1,7 @@
 """TOML with line numbers: every wrong value is a `Problem` that says where, what and what to write instead.
 
-`tomllib` gives a line for a syntax error only. `key_lines` finds the others by scanning the text for headers and
-keys; it is only used on text that `tomllib` has read, so it need not understand everything. A key inside an
-inline table has no line of its own and gets the line of the nearest key above it.
+A key that `toml_lines` finds no line for, one inside an inline table, gets the line of the nearest key above it. What
+a table is asked for is noted, so that a key that nothing asks for and that looks like a known one can be told.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcage.rollout.task_model import Problem
+from rollcage.rollout.toml_lines import KeyPath, key_lines
 
 MAX_BYTES = 1 << 20
 """Nobody writes a task.toml of a megabyte; a file past it is something else under that name."""
@@ -31,15 +31,8 @@ LARGEST_COUNT = 10**9
 VARIABLE_BYTES = (128 << 10) - 1
 """Linux' MAX_ARG_STRLEN, without the NUL at its end: with a longer variable no program can be started."""
 
-KeyPath = tuple[str | int, ...]
-
-_HEADER = re.compile(r"^\s*(\[\[?)([^\[\]]+)\]\]?\s*(#.*)?$")
-_KEY = re.compile(
-    r"^\s*((?:[\w-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"|'[^']*'))*)\s*=\s*(.*)$"
-)
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ANY_NAME = re.compile(r"[^\s=\x00-\x1f\x7f]+")
-_PART = re.compile(r"\"([^\"]*)\"|'([^']*)'|([\w-]+)")
 
 
 def read_text(path: Path, problems: list[Problem], max_bytes: int = MAX_BYTES) -> str | None:
@@ -91,51 +84,6 @@ def read_toml(path: Path, problems: list[Problem]) -> Table | None:
         problems.append(Problem(str(path), None, "is nested too deep", "is it the right file?"))
         return None
     return Table(values, (), _Document(str(path), key_lines(text), problems))
-
-
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line (from 1) of each header and key; elements of an array of tables are counted from 0."""
-    lines: dict[KeyPath, int] = {}
-    counts: dict[KeyPath, int] = {}
-    prefix: KeyPath = ()
-    closing = ""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if closing:
-            closing = "" if closing in line else closing
-            continue
-        if header := _HEADER.match(line):
-            prefix = _absolute(header[2], counts)
-            if header[1] == "[[":
-                counts[prefix] = counts.get(prefix, -1) + 1
-                prefix = (*prefix, counts[prefix])
-            lines.setdefault(prefix, number)
-        elif key := _KEY.match(line):
-            lines.setdefault((*prefix, *_parts(key[1])), number)
-            closing = _opened(key[2])
-    return lines
-
-
-def _parts(dotted: str) -> KeyPath:
-    return tuple(match[1] or match[2] or match[3] or "" for match in _PART.finditer(dotted))
-
-
-def _absolute(dotted: str, counts: Mapping[KeyPath, int]) -> KeyPath:
-    """The header's path, with the index of the latest element behind every array of tables on its way."""
-    path: KeyPath = ()
-    parts = _parts(dotted)
-    for place, part in enumerate(parts, start=1):
-        path = (*path, part)
-        if path in counts and place < len(parts):
-            path = (*path, counts[path])
-    return path
-
-
-def _opened(value: str) -> str:
-    """The delimiter of a multi-line string that this value opens and does not close."""
-    for quote in ('"""', "'''"):
-        if value.startswith(quote) and quote not in value[3:]:
-            return quote
-    return ""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ async def start_sandbox(engine: Engine, spec: SandboxSpec, *, image_user: str | 
     `image_user` is the image's USER where the caller knows it. Raises `SandboxError`.
     """
     made: list[str] = []
+    link: Link | None = None
 
     def create(api: Any) -> None:
         made.append(api.create_container_from_config(container_config(spec, traits), spec.name)["Id"])
@@ -60,15 +61,17 @@ async def start_sandbox(engine: Engine, spec: SandboxSpec, *, image_user: str | 
     traits = await engine_traits(engine)
     try:
         await engine.call("create a container", create)
-        await engine.call("start a container", lambda api: api.start(made[0]))
+        # Before the start: whenever this process is killed, PID 1 finds its stream at an end, and ends too.
         link = Link(*await engine.attach(made[0]))
+        await engine.call("start a container", lambda api: api.start(made[0]))
         await link.introduce()
-    except LinkClosed:
-        await remove_container(engine, made[0])
-        raise SandboxError("container_start", "the container ended as it was started") from None
-    except BaseException:
+    except BaseException as error:
+        if link is not None:
+            await link.close()
         if made:
             await remove_container(engine, made[0])
+        if isinstance(error, LinkClosed):
+            raise SandboxError("container_start", "the container ended as it was started") from None
         raise
     return DockerSandbox(engine, made[0], spec, link, image_user)
 

@@ -25,6 +25,9 @@ from rollcage.rollout.sandbox.link import Link
 SPOOL_BYTES = 8 << 20
 """A tar on its way in is kept in memory up to this size, then in a temporary file."""
 
+SYMLINK_MODE = 1 << 27
+"""The bit of a symbolic link in Go's `os.FileMode`, which the engine's stat of a path has."""
+
 PLAIN_BYTES = 1 << 16
 """A shell's builtin reads a file like this byte by byte, at some MB a second."""
 
@@ -107,7 +110,8 @@ async def read(engine: Engine, container_id: str, path: str, max_bytes: int) -> 
     def get(api: Any) -> bytes | str:
         stream, about = api.get_archive(container_id, where)
         with _Stream(stream) as packed:
-            if about["linkTarget"]:
+            # Not by `linkTarget`, which podman gives for every file.
+            if about["mode"] & SYMLINK_MODE:
                 return "a symbolic link"
             with tarfile.open(fileobj=packed, mode="r|") as tar:
                 entry = tar.next()

@@ -65,6 +65,10 @@ T = TypeVar("T")
 LAYER_GONE = re.compile(r"failed to get digest sha256:\w+: open \S+: no such file or directory$")
 """The classic builder's word for a cached layer that went, with the last image on it, while a build stood on it."""
 
+GROUP_GONE = re.compile(r"unable to convert uid/gid chown string to host mapping: can't find gid for group ")
+"""`COPY --chown=nobody` means the user's own group, and to the classic builder one of that name. So BuildKit is asked
+where there is none."""
+
 LOOK_SEC = 0.3
 QUIET_LOOKS = 5
 
@@ -189,9 +193,14 @@ class Images:
                     return await self._built(environment, dockerfile, bases, reference, task)
                 except BuildError as error:
                     made_room = error.error_class == "disk_full" and await self.collector.make_room()
-                    if not made_room and not LAYER_GONE.search(error.message):
+                    needs_buildkit = (
+                        self._buildkit is not None and GROUP_GONE.search(error.message) is not None
+                    )
+                    if not (made_room or needs_buildkit or LAYER_GONE.search(error.message)):
                         raise
-                return await self._built(environment, dockerfile, bases, reference, task)
+                return await self._built(
+                    environment, dockerfile, bases, reference, task, buildkit=needs_buildkit
+                )
         finally:
             for image_id in held:
                 self.let_go(image_id)
@@ -203,6 +212,8 @@ class Images:
         bases: Mapping[str, BaseConfig],
         reference: str,
         task: str,
+        *,
+        buildkit: bool = False,
     ) -> BuiltImage:
         started = time.monotonic()
         with tempfile.TemporaryFile() as tar:
@@ -213,7 +224,7 @@ class Images:
                 self._args(environment),
                 file=dockerfile.file,
                 steps=lowered.steps,
-                buildkit=lowered.buildkit,
+                buildkit=buildkit or lowered.buildkit,
             )
             if dockerfile.syntax is not None:
                 build.say(f"# syntax={dockerfile.syntax} is not fetched: its features are built in")

@@ -51,8 +51,8 @@ LOWERING_VERSION = 2
 DEFAULT_SHELL = ("/bin/sh", "-c")
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-COUNTED = frozenset({"FROM", "RUN", "COPY", "ADD", "WORKDIR"})
-"""Instructions that BuildKit counts when it shows `[stage 2/5]`."""
+COUNTED = frozenset({"RUN", "COPY", "ADD", "WORKDIR"})
+"""Instructions that BuildKit counts when it shows `[stage 2/5]`, beside a FROM that names an image."""
 
 ARGUMENT_CHARS = 30_000
 """Linux takes 128 KiB in one argument; a character is 4 bytes at most."""
@@ -83,7 +83,7 @@ class BaseConfig:
 @dataclass(frozen=True)
 class Step:
     """One instruction of a lowered Dockerfile: the one in the author's that it comes from, its stage's name as
-    BuildKit shows it, and its number among those that BuildKit counts there (from 1, FROM; None: not counted)."""
+    BuildKit shows it, and its number among those that BuildKit counts there (None: it does not)."""
 
     origin: Instruction
     keyword: str
@@ -214,9 +214,9 @@ class _Lowering:
         return name or f"stage-{self.plan.needed.index(self.index)}"
 
     def stage(self, index: int) -> None:
-        self.index, self.counted = index, 0
         stage = self.dockerfile.stages[index]
         base = self.plan.base_stage[index]
+        self.index, self.counted = index, int(base is None and self.plan.bases[index] != "scratch")
         name = f" AS {stage.name}" if stage.name else ""
         self.put(stage.start, [f"FROM {self._platform(stage)}{self.plan.bases[index]}{name}"])
         if base is None:

@@ -30,6 +30,9 @@ JOB_LABEL = "rollcage.job"
 DEADLINE_LABEL = "rollcage.deadline"
 """Unix seconds, whole, after which a container or a network is nobody's any more."""
 
+GRACE_SEC = 30
+"""PID 1 ends by itself at its deadline, and says so: nobody gets ahead of it."""
+
 BUILD_LABEL = "rollcage.build"
 """On images that a host's builds made, finished or not: that host."""
 
@@ -223,7 +226,7 @@ def _remove_build_containers(host: str, api: Any) -> int:
 
 def _is_due(labels: Mapping[str, str], host: str | None, job: str | None, now: float) -> bool:
     deadline = labels.get(DEADLINE_LABEL, "")
-    if deadline.isdecimal() and int(deadline) < now:
+    if deadline.isdecimal() and int(deadline) + GRACE_SEC < now:
         return True
     if host is None and job is None:
         return False

@@ -258,6 +258,19 @@ def test_one_bad_task_among_some_is_told_with_file_line_and_remedy(tmp_path: Pat
     assert problem["remedy"]
 
 
+def test_what_is_wrong_with_a_dockerfile_is_told_without_a_build(tmp_path: Path, write_task: Any) -> None:
+    task = write_task("tasks/a")
+    (task / "environment/Dockerfile").write_text(
+        "ARG V\nFROM a\nRUN <<EOF\nx\nEOF\nCOPY nope /\nCOPY --from=b /x /\n"
+    )
+    done = rollcage("tasks", "check", task, cwd=tmp_path)
+    assert done.returncode == 1
+    [line, last] = done.stdout.splitlines()
+    assert line.startswith("image_build ")
+    assert "environment/Dockerfile:6: COPY source nope is not in the build context (add the file" in line
+    assert last == "1 tasks checked, 1 with problems"
+
+
 def test_good_tasks_are_status_0(write_task: Any) -> None:
     done = rollcage("tasks", "check", write_task("tasks/a"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 tasks checked, 0 with problems\n", "")

@@ -132,6 +132,16 @@ def test_unknown_settings_are_refused_with_their_line_and_the_nearest_name(job) 
             "sandbox: {network: {allow_private: [10.0.0.0/24], insecure_network: true}}",
             "allow_private opens nothing where insecure_network opens everything",
         ),
+        ("sandbox: {image_disk_gb: 0}", "sandbox.image_disk_gb: must be greater than 0"),
+        (
+            "sandbox: {ca_bundle: ca.pem}",
+            "sandbox.ca_bundle: must be an absolute path, the same on each host",
+        ),
+        ("sandbox: {proxies: {http: 'proxy:3128'}}", "must be a URL such as http://proxy.example:3128"),
+        (
+            "sandbox: {https: x}",
+            "sandbox.https: there is no such setting (it is a setting of `sandbox.proxies`)",
+        ),
         ("sandbox: 3", "sandbox: must be a valid dictionary or instance of SandboxConfig, not 3"),
         ("tasks: {a: b}", "'tasks' was set before, at"),
     ],

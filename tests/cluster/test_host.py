@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rollcage.cluster.host import HostSpec, SandboxHost
-from rollcage.cluster.task_copies import TaskCopies, pack_task, remove_abandoned
+from rollcage.cluster.scratch import remove_abandoned
+from rollcage.cluster.task_copies import TaskCopies, pack_task
 from rollcage.rollout.outcome import Outcome, SandboxError
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.sandbox.pool import SandboxSettings

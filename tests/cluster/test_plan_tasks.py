@@ -112,7 +112,9 @@ def test_a_broken_task_is_planned_beside_the_others(write_task: Any, plan: Plan)
 
 def test_an_unsupported_task_is_called_so(write_task: Any, plan: Plan) -> None:
     root = write_task("tasks/compose")
-    (root / "environment/docker-compose.yaml").write_text("services: {main: {}, db: {image: x, privileged: true}}\n")
+    (root / "environment/docker-compose.yaml").write_text(
+        "services: {main: {}, db: {image: x, privileged: true}}\n"
+    )
     [broken] = plan().broken
     assert broken.error_class == "unsupported"
 
@@ -209,10 +211,13 @@ def test_a_host_is_made_with_the_jobs_sandbox_settings_and_the_variables_that_ta
     with (task / "task.toml").open("a") as toml:
         toml.write('\n[solution.env]\nTOKEN = "${ASKED_FOR}"\n')
     overrides = ["sandbox.pids=99", "sandbox.network.cidr=10.9.0.0/16", "sandbox.memory_mb=512"]
+    overrides += ["sandbox.image_disk_gb=1.5", "sandbox.ca_bundle=/ca.pem", "sandbox.proxies.http=http://p:1"]
     config = load_job(None, overrides, {"tasks": [str(tmp_path / "tasks")], "agents": ["nop"]})
     environ = {"ASKED_FOR": "value", "SECRET": "of nobody's concern"}
     plan = make_plan(config, environ)
     spec = host_spec(config, plan, {}, environ)
     assert (spec.job, spec.sandbox.pids, spec.sandbox.network_cidr) == (plan.job, 99, "10.9.0.0/16")
     assert (spec.sandbox.memory_mb, spec.sandbox.environ) == (512, {"ASKED_FOR": "value"})
+    assert (spec.sandbox.image_disk_gb, spec.sandbox.ca_bundle) == (1.5, "/ca.pem")
+    assert spec.sandbox.proxies.variables()["http_proxy"] == "http://p:1"
     assert spec.sandbox.network_modes == {task.environment.network_mode for task in plan.tasks.values()}

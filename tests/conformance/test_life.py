@@ -12,6 +12,8 @@ import pytest
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox.base import Sandbox, Shell
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 Start = Any
 LIST = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"
 
@@ -59,7 +61,7 @@ async def test_ending_shells_leaves_what_runs_in_the_background(sandbox: Sandbox
 
 
 async def test_killing_everything_ends_no_more_than_the_shell(sandbox: Sandbox, shell: Shell) -> None:
-    assert (await shell.run("kill -9 -1", timeout=20)).shell_replaced
+    assert (await shell.run("sh -c 'kill -9 -1'", timeout=20)).shell_replaced
     assert (await shell.run("echo on")).stdout == b"on\n"
     assert (await sandbox.state()).running
 

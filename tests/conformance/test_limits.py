@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from rollcage.rollout.sandbox.base import Sandbox, Shell
 from rollcage.rollout.sandbox.hostconfig import KEPT_CAPABILITIES
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 Start = Any
 NUMBERS = {
@@ -40,12 +44,6 @@ async def test_a_process_past_the_memory_limit_is_killed_and_this_is_known(start
     assert (state.running, state.oom_killed) == (True, True)
     await sandbox.stop_processes()
     assert sandbox.oom_kills > 0
-
-
-async def test_no_swap_is_used_beyond_the_memory_limit(start: Start) -> None:
-    shell = await (await start(memory_mb=64)).shell()
-    result = await shell.run("head -c 150000000 /dev/zero >/dev/shm/fill; echo $?", timeout=60)
-    assert result.stdout != b"0\n"
 
 
 async def test_a_file_ends_at_the_storage_budget(start: Start) -> None:

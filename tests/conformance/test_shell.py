@@ -13,6 +13,8 @@ import pytest
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox.base import Sandbox, Shell
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 Start = Any
 
 

@@ -1,7 +1,8 @@
-"""Attempts on one host on one engine, in this process: tasks of a few lines, agents of a few lines, and how it ended."""
+"""Attempts on one host on one engine, in this process: small tasks, small agents, and how they end."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -149,6 +150,15 @@ def given(ended: Attempt | Prepared | RolloutError) -> str:
     if isinstance(ended, Attempt):
         return ended.error_class or ended.outcome.value
     return ended.error_class or "prepared"
+
+
+async def until(condition: Callable[[], Awaitable[Any]], limit_sec: float = 60.0) -> Any:
+    """What `condition` gives as soon as it is true of it; for what nobody tells of."""
+    async with asyncio.timeout(limit_sec):
+        while True:
+            if found := await condition():
+                return found
+            await asyncio.sleep(0.05)
 
 
 @asynccontextmanager

@@ -26,19 +26,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-fault-table",
         action="store_true",
-        help="write what each fault was given to rollout/faults.json, which docs/outcomes.md is made from",
+        help="write what each fault was given to rollout/faults.json, of which docs/outcomes.md is made; what is not run "
+        "stays as it was",
     )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--write-fault-table", False):
+        before = (
+            {row["key"]: row["given"] for row in json.loads(RECORD.read_text())} if RECORD.exists() else {}
+        )
         rows = [
             {
                 "key": key,
                 "fault": row.fault,
                 "how": row.how,
                 "expected": row.expected,
-                "given": _given.get(key, ""),
+                "given": _given.get(key, before.get(key, "")),
                 "not_injected": row.not_injected,
             }
             for key, row in TABLE.items()

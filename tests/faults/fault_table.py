@@ -48,6 +48,7 @@ REGISTRY = {
     "no_tls": Row("registry without TLS", "a registry at an address that is not loopback's", "image_pull"),
     "cut": Row("registry: layer cut short", "a registry on loopback that hangs up within a layer", "image_pull"),
     "no_name": Row("registry's name does not resolve", "`registry.invalid`", "image_pull"),
+    "add": Row("a file's server is not there", "`ADD http://127.0.0.1:1/x /x`", "build_infra"),
     "no_manifest": Row("no such tag", "a registry on loopback: 404, MANIFEST_UNKNOWN", "base_image_missing"),
     "no_repository": Row("no such repository", "a registry on loopback: 404, NAME_UNKNOWN", "base_image_missing"),
     "denied": Row("no such repository, as registries put it", "a registry on loopback: 403, DENIED",
@@ -71,7 +72,6 @@ CONTAINER = {
     "image_gone": Row("image removed", "between its build and the start", "container_start"),
     "user": Row("no such user", "`agent.user = \"ghost\"`", "container_config"),
     "workdir": Row("workdir is a file", "`environment.workdir = \"/etc/passwd\"`", "container_config"),
-    "memory": Row("memory limit too small", "`environment.memory_mb = 1`", "container_config"),
     "storage": Row("storage budget passed", "the agent writes more than `environment.storage_mb`",
                    "agent_killed_sandbox"),
     "host_killed": Row("host's process killed", "kill -9 of a host with live sandboxes; the next one clears up",
@@ -113,8 +113,6 @@ AGENT = {
     "called_off": Row("called off", "the host is told to cancel", "cancelled"),
     "host_lost": Row("host lost", "kill -9 of the actor of a host on Ray", "host_lost"),
     "host_oom": Row("host out of memory", "", "host_oom", "would take the memory of the whole machine"),
-    "build_infra": Row("build fails for the engine's reasons", "containerd is killed within a build",
-                       "build_infra"),
 }  # fmt: skip
 
 SPOOFS = {

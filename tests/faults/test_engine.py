@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import given, site
+from attempts import given, site, until
 from docker.types import IPAMConfig, IPAMPool
 from private_dockerd import IMAGE, PrivateEngine
 
@@ -59,9 +59,11 @@ async def test_no_network_is_left_to_an_engine_and_none_is_needed(
     ]
     async with site(tmp_path, IMAGE, docker_host=engine.url, network_cidr="10.199.4.0/24") as here:
         waiting = asyncio.create_task(here.attempt(here.task(network="public")))
-        async with asyncio.timeout(20):
-            while not here.pool.networks.capacity().waiting:
-                await asyncio.sleep(0.05)
+
+        async def one_waits() -> bool:
+            return bool(here.pool.networks.capacity().waiting)
+
+        await until(one_waits)
         await asyncio.sleep(0.5)
         assert not waiting.done()
         for network in taken:
@@ -160,11 +162,10 @@ async def test_the_engines_disk_is_full(
             hog = here.task(dockerfile=f"{here.dockerfile}COPY big /big\n", context=big)
             record("disk_build", given(await here.prepared(hog)))
             full = small_disk / "ballast"
-            with full.open("wb") as file:
-                with pytest.raises(OSError, match="No space left"):
-                    while True:
-                        file.write(bytes(1 << 16))
-                        file.flush()
+            with full.open("wb") as file, pytest.raises(OSError, match="No space left"):
+                while True:
+                    file.write(bytes(1 << 16))
+                    file.flush()
             record("disk_start", given(await here.attempt(task)))
             full.unlink()
             assert given(await here.attempt(task)) == "passed"

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from attempts import Site, nothing_of
+from attempts import Site, nothing_of, until
 from private_dockerd import IMAGE, PrivateEngine
 from rich.console import Console
 
@@ -59,10 +59,12 @@ async def test_the_engine_is_stopped_and_started_under_20_rollouts(
     ledger = Ledger.create(tmp_path / "run", {"job": plan.job})
     progress = JobProgress(20, Console(file=io.StringIO()))
     driving = asyncio.create_task(Driver(plan, ledger, OneHost(here.host), progress).run())
-    async with asyncio.timeout(60):
-        while len(await _running(here)) < 8:
-            assert not driving.done(), await driving
-            await asyncio.sleep(0.05)
+
+    async def eight_run() -> bool:
+        assert not driving.done(), await driving
+        return len(await here.engine.call("list", lambda api: api.containers())) == 8
+
+    await until(eight_run)
     await asyncio.to_thread(engine.stop)
     await asyncio.to_thread(engine.start)
     async with asyncio.timeout(90):
@@ -76,11 +78,6 @@ async def test_the_engine_is_stopped_and_started_under_20_rollouts(
     assert {BY_NAME[name].domain for name in classes} == {Domain.INFRA}
     await nothing_of(here.host.name, engine.url)
     assert engine.left() == []
-
-
-async def _running(here: Site) -> list[Any]:
-    found: list[Any] = await here.engine.call("list", lambda api: api.containers())
-    return found
 
 
 @asynccontextmanager
@@ -102,9 +99,7 @@ async def test_a_hosts_process_is_killed(record: Record, tmp_path: Path) -> None
         assert (await lost.prepare(task)).error_class is None
         attempt = asyncio.create_task(lost.run(here.spec(task), None))
         await here.host.open()
-        async with asyncio.timeout(60):
-            while not await _of(here, lost.name):
-                await asyncio.sleep(0.1)
+        await until(lambda: _of(here, lost.name))
         children = psutil.Process().children(recursive=True)
         [actor] = [one for one in children if any("ray::SandboxHost" in word for word in one.cmdline())]
         actor.kill()

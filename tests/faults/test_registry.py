@@ -48,8 +48,11 @@ async def test_registries(engine: PrivateEngine, registry: Registry, record: Rec
         try:
             async with site(tmp_path, IMAGE, docker_host=engine.url) as here:
                 here.pool.images._pulls._waits_sec = ()
+                lines = f"FROM {IMAGE}\nADD http://127.0.0.1:1/x /x\n"
+                added = asyncio.create_task(here.prepared(here.task(dockerfile=lines)))
                 made = await asyncio.gather(*(_pulled(here, place) for place in places.values()))
                 ended = dict(zip(places, made, strict=True))
+                ended["add"] = await added
                 asked = len(registry.asked)
                 again = await _pulled(here, places["limited"])
         finally:

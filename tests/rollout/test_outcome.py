@@ -25,7 +25,7 @@ from rollcage.rollout.outcome import (
     VerifierError,
     backoff,
 )
-from rollcage.rollout.outcome_page import page
+from rollcage.rollout.outcome_page import page, recorded_faults
 
 DESIGN = {
     "agent": "agent_timeout turn_limit token_limit context_overflow malformed_actions agent_oom agent_killed_sandbox",
@@ -67,6 +67,15 @@ def test_only_an_agents_own_failure_gives_a_reward_and_only_infra_has_more_than_
 def test_the_page_is_current() -> None:
     written = Path(__file__).resolve().parents[2] / "docs" / "outcomes.md"
     assert written.read_text() == page()
+
+
+def test_every_fault_that_was_injected_was_given_the_class_that_is_expected() -> None:
+    rows = recorded_faults()
+    assert [row for row in rows if not row["not_injected"] and row["given"] != row["expected"]] == []
+    assert all(row["given"] == "" for row in rows if row["not_injected"])
+    known = {row["expected"] for row in rows}
+    assert set(BY_NAME) <= known, "each class is in the table"
+    assert known - set(BY_NAME) <= {"passed", "failed", "nothing left"}
 
 
 def test_waits_double_and_stay_below_a_minute() -> None:

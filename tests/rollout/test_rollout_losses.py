@@ -176,14 +176,14 @@ class TestCancelled:
     ) -> None:
         """What is known stays known, and what it holds is released."""
         removing = asyncio.Event()
-        remove = container._remove
+        remove = container.remove_container
 
         async def slow(*arguments: Any) -> None:
             removing.set()
             await asyncio.sleep(0.3)
             await remove(*arguments)
 
-        monkeypatch.setattr(container, "_remove", slow)
+        monkeypatch.setattr(container, "remove_container", slow)
         running = Running(rollouts, rollouts.task())
         await removing.wait()
         running.task.cancel()
@@ -226,7 +226,7 @@ async def test_a_removal_that_fails_is_tried_again_and_changes_no_outcome(
     rollouts: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(pool_module, "REMOVAL_WAITS_SEC", (0.01,))
-    monkeypatch.setattr(container, "_remove", failing(container._remove, error, times=1))
+    monkeypatch.setattr(container, "remove_container", failing(container.remove_container, error, times=1))
     attempt = await Running(rollouts, rollouts.task()).ended()
     assert (attempt.outcome, attempt.error_class) == (Outcome.PASSED, None)
     assert rollouts.pool.failed_removals == []
@@ -237,7 +237,7 @@ async def test_a_removal_that_never_works_is_said_and_left_to_the_reaper(
 ) -> None:
     error = SandboxError("docker_unavailable", "nobody there")
     monkeypatch.setattr(pool_module, "REMOVAL_WAITS_SEC", (0.01, 0.01))
-    monkeypatch.setattr(container, "_remove", failing(container._remove, error, times=3))
+    monkeypatch.setattr(container, "remove_container", failing(container.remove_container, error, times=3))
     running = Running(rollouts, rollouts.task(test="true"))
     attempt = await running.task
     assert (attempt.outcome, attempt.error_class) == (Outcome.INVALID, "reward_missing")

@@ -15,7 +15,9 @@ from rollcage.rollout.sandbox import container as container_module
 from rollcage.rollout.sandbox.base import SandboxSpec
 from rollcage.rollout.sandbox.container import DockerSandbox, start_sandbox
 from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.sandbox.hostconfig import container_config
 from rollcage.rollout.sandbox.storage import StorageWatch
+from rollcage.rollout.sandbox.traits import engine_traits
 
 pytestmark = pytest.mark.docker
 
@@ -291,3 +293,26 @@ async def test_an_agent_that_breaks_every_shell_has_ended_its_sandbox(
     await sandbox.stop_processes()
     assert await sandbox.read("/etc/hostname") is not None
     assert time.monotonic() - started < 5
+
+
+async def test_a_process_that_is_killed_before_it_says_a_word_takes_the_sandbox_with_it(
+    engine: Engine, images: dict[str, str], kind: str
+) -> None:
+    """Attached before the start, PID 1 finds its stream at an end whenever that is."""
+    spec = SandboxSpec(
+        image=images[kind],
+        name=f"rollcage-test-{uuid4().hex[:12]}",
+        pids=64,
+        labels={"rollcage.host": "test-sandbox"},
+    )
+    made = engine.api.create_container_from_config(
+        container_config(spec, await engine_traits(engine)), spec.name
+    )
+    try:
+        _, writer = await engine.attach(made["Id"])
+        await engine.call("start", lambda api: api.start(made["Id"]))
+        writer.close()
+        ended = await engine.call("wait", lambda api: api.wait(made["Id"], timeout=20))
+        assert ended["StatusCode"] == 125
+    finally:
+        engine.api.remove_container(made["Id"], force=True)

@@ -334,7 +334,7 @@ BUILT = [
     ),
     Piece(
         "ADD writes heredocs as COPY does",
-        "ADD --chown=nobody <<'x.sh' <<y.conf /out/adds/\n#!/bin/sh\necho $HOME\nx.sh\np=$PATH\ny.conf",
+        "ADD --chown=nobody:nogroup <<'x.sh' <<y.conf /out/adds/\n#!/bin/sh\necho $HOME\nx.sh\np=$PATH\ny.conf",
         {
             "adds/x.sh": (0o644, "nobody:nogroup", b"#!/bin/sh\necho $HOME\n"),
             "adds/y.conf": (
@@ -416,7 +416,7 @@ WHOLE = [
     Piece(
         "a heredoc beside files of another stage",
         f"FROM {BASE} AS a\nRUN echo 1 > /one\nFROM {BASE}\nRUN mkdir /out\n"
-        "COPY --from=0 --chown=nobody /one <<two /out/beside/\n2\ntwo",
+        "COPY --from=0 --chown=nobody:nogroup /one <<two /out/beside/\n2\ntwo",
         {"beside/one": (0o644, "nobody:nogroup", b"1\n"), "beside/two": (0o644, "nobody:nogroup", b"2\n")},
     ),
     Piece(

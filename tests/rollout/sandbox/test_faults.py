@@ -45,7 +45,21 @@ ENGINE = [
     ("create a network", 500, "could not find free subnet from subnet pools", "network_pool"),
     ("start a container", 500, "failed to set up container networking: all predefined address pools have been fully"
      " subnetted", "network_pool"),
+    # Engine 17.06 to 19.03; "invalid pool request: " since 24 (moby: libnetwork/ipams/defaultipam/allocator.go)
+    ("create a network", 500, 'failed to parse pool request for address space "LocalDefault" pool "" subpool "": could'
+     " not find an available predefined network", "network_pool"),
+    ("create a network", 500, "could not find an available, non-overlapping IPv6 address pool among the defaults to"
+     " assign to the network", "network_pool"),
     # networks otherwise
+    ("create a network", 403, "invalid pool request: Pool overlaps with other one on this address space",
+     "network_setup"),
+    ("start a container", 500, "failed to set up container networking: driver failed programming external connectivity"
+     " on endpoint x (1a): Unable to enable DIRECT ACCESS FILTERING - DROP rule: (iptables failed: iptables --wait -t"
+     " raw -A PREROUTING: exit status 3)", "network_setup"),
+    ("start a container", 500, "netavark: No such file or directory (os error 2)", "network_setup"),
+    ("start a container", 500, 'setup network: netavark: nftables error: "nft" did not return successfully while'
+     " applying ruleset", "network_setup"),
+    ("create a network", 500, "plugin netavark failed: exit status 101", "network_setup"),
     ("create a network", 403, "Pool overlaps with other one on this address space", "network_setup"),
     ("create a network", 403, "cannot create network 5f (br-5f): conflicts with network a1 (br-a1): networks have"
      " overlapping IPv4", "network_setup"),
@@ -71,7 +85,17 @@ ENGINE = [
     ("start a container", 500, OCI + "error during container init: write /proc/self/attr: no space left on device:"
      " unknown", "disk_full"),
     ("copy files into a container", 500, "write /a/b: no space left on device", "disk_full"),
-    # what the task asks
+    ("start a container", 500, 'failed to create task for container: failed to mount /tmp/containerd-mount1: mkdir'
+     " /var/lib/containerd/1: no space left on device: unknown", "disk_full"),
+    ("create a container", 500, 'open /var/lib/docker/containers/5e/.tmp-config.v2.json1: no space left on device',
+     "disk_full"),
+    ("create a container", 500, "creating container storage: creating read-write layer with ID 1a: write"
+     " /var/lib/containers/storage/overlay-layers/.tmp-layers.json1: no space left on device", "disk_full"),
+    # what the task asks; the next two are moby's daemon/errors.go
+    ("start a container", 400, OCI + 'error mounting "/x" to rootfs at "/y": not a directory: unknown: Are you trying'
+     " to mount a directory onto a file (or vice-versa)? Check if the specified host path exists and is the expected"
+     " type", "container_config"),
+    ("create a container", 400, "Duplicate mount point: /data", "container_config"),
     ("create a container", 400, "Minimum memory limit allowed is 6MB", "container_config"),
     ("create a container", 400, "Minimum memory limit allowed is 4MB", "container_config"),
     ("create a container", 400, "Range of CPUs is from 0.01 to 2.00, as there are only 2 CPUs available",
@@ -112,6 +136,13 @@ ENGINE = [
     ("start an exec", 409, "can only create exec sessions on running containers: container state improper",
      "container_lost"),
     ("start an exec", 500, "nobody has seen this one", "container_lost"),
+    # moby's daemon/errors.go: errExecPaused, errContainerIsRestarting
+    ("start an exec", 409, "Container 5eab is paused, unpause the container before exec", "container_lost"),
+    ("start an exec", 409, "Container 5eab is restarting, wait until the container is running", "container_lost"),
+    ("signal a container", 409, "cannot kill container: 5eab: container 5eab is not running", "container_lost"),
+    ("signal a container", 500, "cannot kill container: 5eab: No such container: 5eab", "container_lost"),
+    ("inspect a container", 404, "no such object: 5eab", "container_lost"),
+    ("start an exec", 500, "task 5eab not found: not found", "container_lost"),
     # the engine itself
     ("inspect a container", 503, "service unavailable", "docker_unavailable"),
     ("start a container", 500, 'connection error: desc = "transport: Error while dialing dial unix'
@@ -190,6 +221,11 @@ PULLS = [
     (500, "no matching manifest for linux/arm64/v8 in the manifest list entries", "base_image_missing", False),
     (404, "failed to resolve reference \"docker.io/library/nosuch:1\": docker.io/library/nosuch:1: not found",
      "base_image_missing", False),
+    # ghcr.io's answer for what is not there, or is not for everybody: the bare error code
+    (403, "denied", "base_image_missing", False),
+    (500, 'Head "https://ghcr.io/v2/x/y/manifests/1": denied', "base_image_missing", False),
+    (404, "repository nosuch not found: name unknown: repository name not known to registry", "base_image_missing",
+     False),
     (400, "invalid reference format: repository name must be lowercase", "base_image_missing", False),
     (500, "unknown: repository name not known to registry", "base_image_missing", False),
     (500, 'Get "https://nosuch.invalid/v2/": dial tcp: lookup nosuch.invalid on 10.0.0.1:53: no such host',
@@ -207,6 +243,20 @@ PULLS = [
     (500, "toomanyrequests: You have reached your pull rate limit. You may increase the limit by authenticating and"
      " upgrading: https://www.docker.com/increase-rate-limit", "image_pull", True),
     (429, "slow down", "image_pull", True),
+    # the containerd image store of Engine 25 to 28
+    (500, 'failed to copy: httpReadSeeker: failed open: unexpected status from GET request to https://r.example/v2/x: 429'
+     " Too Many Requests", "image_pull", True),
+    (500, 'failed to resolve reference "r.example/x:1": unexpected status from HEAD request to https://r.example/v2/x:'
+     " 503 Service Unavailable", "image_pull", False),
+    (500, 'failed to extract layer sha256:1a: write /var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/1/fs/x:'
+     " no space left on device: unknown", "disk_full", False),
+    (500, "tls: first record does not look like a TLS handshake", "image_pull", False),
+    (500, "http: server gave HTTP response to HTTPS client", "image_pull", False),
+    (500, "filesystem layer verification failed for digest sha256:1a", "image_pull", False),
+    (500, "Error initializing source docker://nosuch:1: reading manifest 1 in docker.io/library/nosuch: manifest"
+     " unknown", "base_image_missing", False),  # podman
+    (500, "initializing source docker://nosuch:1: reading manifest 1 in docker.io/library/nosuch: requested access to"
+     " the resource is denied", "base_image_missing", False),
     (500, "failed to register layer: Error processing tar file(exit status 1): write /usr/x: no space left"
      " on device",
      "disk_full", False),

@@ -67,7 +67,8 @@ async def serve(sandbox: DockerSandbox) -> None:
     """Have a sandbox answer at port 80."""
     program = (
         "use IO::Socket::INET; $s = IO::Socket::INET->new(LocalPort => 80, Listen => 5, ReuseAddr => 1); "
-        'while ($c = $s->accept) { <$c>; print $c "HTTP/1.0 200 OK\\r\\n\\r\\na sandbox"; close $c }'
+        "while ($c = $s->accept) { while (<$c>) { last if /^\\r?$/ } "
+        'print $c "HTTP/1.0 200 OK\\r\\n\\r\\na sandbox"; close $c }'
     )
     await sandbox.write({"/serve.pl": program.encode()})
     await (await sandbox.shell()).run(

@@ -220,7 +220,7 @@ class TestRoom:
 class TestRemoval:
     async def test_nobody_waits_for_it(self, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
         go_on = asyncio.Event()
-        remove = container_module._remove
+        remove = container_module.remove_container
 
         async def slow(*arguments: Any) -> None:
             await go_on.wait()
@@ -228,7 +228,7 @@ class TestRemoval:
 
         pool = await make_pool()
         sandbox = await pool.get()
-        monkeypatch.setattr(container_module, "_remove", slow)
+        monkeypatch.setattr(container_module, "remove_container", slow)
         async with asyncio.timeout(1):
             await pool.release(sandbox)
         go_on.set()
@@ -239,7 +239,7 @@ class TestRemoval:
         self, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         go_on = asyncio.Event()
-        remove = container_module._remove
+        remove = container_module.remove_container
 
         async def slow(*arguments: Any) -> None:
             await go_on.wait()
@@ -248,7 +248,7 @@ class TestRemoval:
         monkeypatch.setattr(pool_module, "MOST_REMOVALS", 1)
         pool = await make_pool()
         first, second = await pool.get(), await pool.get()
-        monkeypatch.setattr(container_module, "_remove", slow)
+        monkeypatch.setattr(container_module, "remove_container", slow)
         await pool.release(first)
         held_up = asyncio.create_task(pool.release(second))
         await asyncio.sleep(0.05)
@@ -259,7 +259,7 @@ class TestRemoval:
     async def test_one_that_takes_too_long_is_given_up(
         self, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        remove = container_module._remove
+        remove = container_module.remove_container
 
         async def never(*_arguments: Any) -> None:
             await asyncio.sleep(60)
@@ -268,12 +268,12 @@ class TestRemoval:
         monkeypatch.setattr(pool_module, "REMOVAL_WAITS_SEC", (0.01,))
         pool = await make_pool(admit_memory_mb=64)
         sandbox = await pool.get()
-        monkeypatch.setattr(container_module, "_remove", never)
+        monkeypatch.setattr(container_module, "remove_container", never)
         await pool.release(sandbox)
         async with asyncio.timeout(5):
             await pool.drained()
         (said,) = pool.failed_removals
         assert sandbox.spec.name in said
-        monkeypatch.setattr(container_module, "_remove", remove)
+        monkeypatch.setattr(container_module, "remove_container", remove)
         assert (await pool.get()).id, "its room is given back"
         await sandbox.remove()

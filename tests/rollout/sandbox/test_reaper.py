@@ -23,6 +23,7 @@ from rollcage.rollout.sandbox.reaper import (
     host_name,
     hosts_of,
     reap,
+    reap_dead,
     remove_dangling_images,
 )
 
@@ -115,17 +116,40 @@ async def test_only_the_jobs_containers_go(yard: Yard) -> None:
 
 
 async def test_what_is_past_its_deadline_goes_whoever_made_it(yard: Yard) -> None:
-    yard.container(running=True, host=yard.other, job="a", deadline=unix(-5))
-    yard.network(host=yard.other, deadline=unix(-5))
+    yard.container(running=True, host=yard.other, job="a", deadline=unix(-60))
+    yard.network(host=yard.other, deadline=unix(-60))
     kept = {
         yard.container(host=yard.other, job="a", deadline=unix(3600)),
         yard.container(host=yard.other, job="a"),
+        yard.container(host=yard.other, job="a", deadline=unix(-5)),
         yard.container(host=yard.other, job="a", deadline="never"),
         yard.network(host=yard.other, deadline=unix(3600)),
-        yard.container(deadline=unix(-5)),
+        yard.container(deadline=unix(-60)),
     }
     await reap(yard.engine, host=None, job=None, now=time.time())
     assert yard.left() == kept
+
+
+async def test_a_dead_host_is_found_by_whatever_it_has_left_and_all_of_it_goes(yard: Yard) -> None:
+    """A build's step, an unnamed image or a volume alone are enough."""
+    machine, _, started, _ = host_name().rsplit("-", 3)
+    gone = [f"{machine}-{pid_of_an_ended_process()}-{started}-{number:04x}" for number in range(3)]
+    step = yard.api.create_container(
+        IMAGE, ["true"], labels={**yard.mark, BUILD_LABEL: gone[0]}, host_config=yard.api.create_host_config()
+    )["Id"]
+    plain = yard.container()
+    unnamed = yard.api.commit(plain, changes=[f"LABEL {BUILD_LABEL}={gone[1]}", f"LABEL salt={yard.host}"])[
+        "Id"
+    ]
+    volume = yard.api.create_volume(labels={HOST_LABEL: gone[2]})["Name"]
+    assert set(gone) <= await dead_hosts(yard.engine)
+    found = await reap_dead(yard.engine, now=time.time(), settle_sec=0.0)
+    assert (found.containers >= 1, found.images >= 1, found.volumes >= 1) == (True, True, True)
+    assert not set(gone) & await dead_hosts(yard.engine)
+    assert step not in yard.left()
+    assert plain in yard.left()
+    assert unnamed not in {image["Id"] for image in yard.api.images(all=True)}
+    assert volume not in {one["Name"] for one in yard.api.volumes()["Volumes"] or []}
 
 
 async def test_a_network_in_use_is_left_for_later(yard: Yard) -> None:

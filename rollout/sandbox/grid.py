@@ -85,15 +85,24 @@ class Grid(Screen):
         top, bottom = self.margins or (0, self.lines - 1)
         if self.cursor.y == bottom and top == 0 and not self.alternate:
             self.history.append(self.text(0))
-        super().index()
+        if self.cursor.y != bottom:
+            self.cursor_down()
+            return
+        row = self.buffer.pop(top, None)
+        for y in range(top, bottom):
+            below = self.buffer.pop(y + 1, None)
+            if below is not None:
+                self.buffer[y] = below
 
     def scroll_up(self, count: int = 1) -> None:
         """Scroll the region; the cursor stays."""
-        self._scroll((self.margins or (0, self.lines - 1))[1], self.index, count)
+        top, bottom = self.margins or (0, self.lines - 1)
+        self._scroll(bottom, self.index, min(count, bottom - top + 1))
 
     def scroll_down(self, count: int = 1) -> None:
         """Scroll the region the other way."""
-        self._scroll((self.margins or (0, self.lines - 1))[0], self.reverse_index, count)
+        top, bottom = self.margins or (0, self.lines - 1)
+        self._scroll(top, self.reverse_index, min(count, bottom - top + 1))
 
     def set_region(self, top: int = 0, bottom: int | None = None) -> None:
         """Scroll only these rows, counted from 1; without a number, all. The cursor goes home."""
@@ -212,7 +221,7 @@ class Grid(Screen):
 
     def _scroll(self, at: int, by: Callable[[], None], count: int) -> None:
         y, self.cursor.y = self.cursor.y, at
-        for _ in range(min(max(count, 1), self.lines)):
+        for _ in range(max(count, 1)):
             by()
         self.cursor.y = y
 

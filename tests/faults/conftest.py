@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-fault-table",
         action="store_true",
-        help="write what each fault was given to rollout/faults.json, of which docs/outcomes.md is made; what is not run "
+        help="write what each fault was given to rollout/faults.json (docs/outcomes.md is made of it); what is not run "
         "stays as it was",
     )
 

@@ -246,20 +246,20 @@ async def test_a_resize_is_seen(sandbox: DockerSandbox) -> None:
 
 
 async def test_wide_and_combining_characters_stand_where_they_belong(sandbox: DockerSandbox) -> None:
-    terminal = await sandbox.terminal(columns=20, rows=10)
+    terminal = await sandbox.terminal(columns=30, rows=12)
     await see(terminal, prompts)
-    await terminal.send("clear; printf '日本|\\ne\\314\\201|\\na\\377b|\\n%s\\n' 1234567890123456789日x\n")
+    await terminal.send("clear; printf '日本|\\ne\\314\\201|\\na\\377b|\\n%s\\n' 12345678901234567890123456789日x\n")
     screen = await see(terminal, shows("日x"))
     shown = [line for line in screen.lines if line and "printf" not in line]
     at = shown.index("日本|")
-    assert shown[at : at + 5] == ["日本|", "é|", "a\ufffdb|", "1234567890123456789", "日x"]
+    assert shown[at : at + 5] == ["日本|", "é|", "a\ufffdb|", "12345678901234567890123456789", "日x"]
 
 
 async def test_the_other_screen_goes_as_it_came(sandbox: DockerSandbox) -> None:
     terminal = await sandbox.terminal()
     await see(terminal, prompts)
     await terminal.send(
-        "echo before; printf '\\033[?1049h\\033[H''other'; read x; printf '\\033[?1049l'; echo after\n"
+        "echo before; printf '\\033[?1049h\\033[Hot''her'; read x; printf '\\033[?1049l'; echo after\n"
     )
     screen = await see(terminal, shows("other"))
     assert screen.lines[0] == "other"

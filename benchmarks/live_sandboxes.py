@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import resource
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ from oracle_task import write_task
 
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.sandbox.base import Sandbox
+from rollcage.rollout.sandbox.ceilings import ceilings
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.pool import SandboxPool, SandboxSettings
 from rollcage.rollout.task import load_task
@@ -33,34 +33,6 @@ RESERVE_MB = 16
 """What each counts for in admission: an idle sandbox uses about 5 MiB."""
 MIB, GIB = 1 << 20, 1 << 30
 COMMAND = 'read -r word < /proc/sys/kernel/hostname; grep -c "00000000" /proc/net/route; echo "$word %d"'
-
-PER_SANDBOX = {
-    "kernel/pid_max": (16, "a shim has a dozen threads, and threads have ids too"),
-    "kernel/threads-max": (16, "the same"),
-    "net/ipv4/neigh/default/gc_thresh3": (1, "ARP entries, as soon as all talk to the net"),
-    "kernel/keys/root_maxkeys": (1, "a keyring for each container"),
-    "fs/file-max": (40, "open files"),
-}
-"""Limits of /proc/sys and how much of each a sandbox takes."""
-
-ENGINE_FILES = 12
-"""Files that dockerd has open for each attached container; containerd has 4."""
-
-
-def limits(sandboxes: int) -> list[str]:
-    """What of this machine is too small for so many, and the remedy."""
-    said = []
-    for name, (each, what) in PER_SANDBOX.items():
-        path = Path("/proc/sys") / name
-        if path.exists() and (value := int(path.read_text())) < sandboxes * each:
-            key = name.replace("/", ".")
-            said.append(f"{key} is {value} ({what}): sysctl -w {key}={2 * sandboxes * each}")
-    for process in psutil.process_iter(["name"]):
-        if process.info["name"] in ("dockerd", "containerd"):
-            soft, _ = process.rlimit(resource.RLIMIT_NOFILE)
-            if 0 <= soft < ENGINE_FILES * sandboxes:
-                said.append(f"{process.info['name']} may open {soft} files: LimitNOFILE=1048576 in its unit")
-    return said
 
 
 async def run(sandboxes: int, at_once: int, spare: int, scratch: Path) -> None:
@@ -179,7 +151,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=16, help="starts at once")
     parser.add_argument("--spare-gib", type=float, default=6.0, help="stop starting below so much available")
     options = parser.parse_args()
-    for text in limits(options.sandboxes):
+    for text in [c.remedy(options.sandboxes) for c in ceilings() if c.sandboxes < options.sandboxes]:
         print(f"too low: {text}")
     with tempfile.TemporaryDirectory(prefix="rollcage-bench-") as scratch:
         asyncio.run(run(options.sandboxes, options.at_once, int(options.spare_gib * GIB), Path(scratch)))

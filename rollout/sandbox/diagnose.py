@@ -21,16 +21,20 @@ from docker.errors import ImageNotFound
 
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox import firewall
+from rollcage.rollout.sandbox.ceilings import ceilings
 from rollcage.rollout.sandbox.engine import Engine, is_local
 from rollcage.rollout.sandbox.firewall import in_thread
 from rollcage.rollout.sandbox.networks import LEASES_PER_BRIDGE
+from rollcage.rollout.sandbox.pool import capacity_of
 from rollcage.rollout.sandbox.reaper import DEADLINE_LABEL, HOST_LABEL
+from rollcage.rollout.sandbox.settings import SandboxSettings
 from rollcage.rollout.sandbox.subnets import Ranges, routes, subnets
 from rollcage.rollout.sandbox.traits import traits_of
 
 BASE_IMAGE = "debian:bookworm-slim"
 
 FREE_DISK_BYTES = 10 << 30
+FEW_SANDBOXES = 100
 FREE_MEMORY_BYTES = 2 << 30
 
 ENGINE_POOLS = (*((f"172.{second}.0.0/16", 16) for second in range(17, 32)), ("192.168.0.0/16", 20))
@@ -106,7 +110,7 @@ async def _diagnose(engine: Engine) -> list[Check]:
     said = f"{version.get('Version', 'unknown')} (API {version.get('ApiVersion')}) at {engine.api.base_url}"
     checks = [Check("engine", True, said), _storage(info), _limits(info), _seccomp(version, info)]
     if is_local(engine):
-        checks += [_disk(info), _memory()]
+        checks += [_disk(info), _memory(), _capacity(info)]
     checks.append(await _iptables(engine))
     return [
         *checks,
@@ -162,6 +166,18 @@ def _memory() -> Check:
     remedy = "" if memory.available >= FREE_MEMORY_BYTES else "stop what uses it, or lower the concurrency"
     said = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available"
     return Check("memory", not remedy, said, remedy)
+
+
+def _capacity(info: Mapping[str, Any]) -> Check:
+    """How much runs here at once. Few are no fault: the rest waits."""
+    admitted = capacity_of(info, SandboxSettings())
+    lowest = ceilings()[0]
+    said = (
+        f"sandboxes are admitted up to {admitted.memory_mb / 1024:.1f} GiB and {admitted.cpus:.0f} CPUs; "
+        f"{lowest.name} ({lowest.value}) has room for {lowest.sandboxes}"
+    )
+    remedy = "" if lowest.sandboxes >= FEW_SANDBOXES else lowest.remedy(10 * FEW_SANDBOXES)
+    return Check("capacity", not remedy, said, remedy)
 
 
 async def _iptables(engine: Engine) -> Check:

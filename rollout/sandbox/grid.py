@@ -83,16 +83,26 @@ class Grid(Screen):
     def index(self) -> None:
         """Move down, or scroll: what leaves the top goes into the history."""
         top, bottom = self.margins or (0, self.lines - 1)
-        if self.cursor.y == bottom and top == 0 and not self.alternate:
-            self.history.append(self.text(0))
         if self.cursor.y != bottom:
             self.cursor_down()
             return
-        row = self.buffer.pop(top, None)
-        for y in range(top, bottom):
-            below = self.buffer.pop(y + 1, None)
-            if below is not None:
-                self.buffer[y] = below
+        if top == 0 and not self.alternate:
+            self.history.append(self.text(0))
+        self.buffer.pop(top, None)
+        for y in range(top + 1, bottom + 1):
+            if (row := self.buffer.pop(y, None)) is not None:
+                self.buffer[y - 1] = row
+
+    def cursor_up(self, count: int | None = None) -> None:
+        """As far as the region's top, or the screen's where the cursor is above the region."""
+        top, _ = self.margins or (0, 0)
+        self.cursor.y = max(self.cursor.y - (count or 1), top if self.cursor.y >= top else 0)
+
+    def cursor_down(self, count: int | None = None) -> None:
+        """As far as the region's bottom, or the screen's where the cursor is below the region."""
+        _, bottom = self.margins or (0, self.lines - 1)
+        end = bottom if self.cursor.y <= bottom else self.lines - 1
+        self.cursor.y = min(self.cursor.y + (count or 1), end)
 
     def scroll_up(self, count: int = 1) -> None:
         """Scroll the region; the cursor stays."""

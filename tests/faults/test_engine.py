@@ -43,7 +43,7 @@ async def test_no_network_is_left_to_an_engine_and_none_is_needed(
     monkeypatch.setattr(networks, "RETRY_SEC", 0.2)
     engine = private_engine(pool="10.253.0.0/23")
     tenant = [engine.api.create_network(f"tenant-{number}")["Id"] for number in range(2)]
-    async with site(tmp_path, IMAGE, docker_host=engine.url, network_cidr="10.199.4.0/24") as here:
+    async with site(tmp_path, IMAGE, docker_host=engine.url, network_cidr="10.236.77.0/24") as here:
         record("pool", given(await refused(here.engine, "create a network", _ask_for_one)))
         task = here.task(network="public")
         record("pool_rollout", given(await here.attempt(task)))
@@ -54,10 +54,10 @@ async def test_no_network_is_left_to_an_engine_and_none_is_needed(
         record("overlap", given(error))
         assert await here.left() == []
     taken = [
-        engine.api.create_network(f"tenant-{number}", ipam=subnet(f"10.199.4.{number * 128}/25"))["Id"]
+        engine.api.create_network(f"tenant-{number}", ipam=subnet(f"10.236.77.{number * 128}/25"))["Id"]
         for number in range(2)
     ]
-    async with site(tmp_path, IMAGE, docker_host=engine.url, network_cidr="10.199.4.0/24") as here:
+    async with site(tmp_path, IMAGE, docker_host=engine.url, network_cidr="10.236.77.0/24") as here:
         waiting = asyncio.create_task(here.attempt(here.task(network="public")))
 
         async def one_waits() -> bool:

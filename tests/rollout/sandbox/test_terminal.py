@@ -248,7 +248,9 @@ async def test_a_resize_is_seen(sandbox: DockerSandbox) -> None:
 async def test_wide_and_combining_characters_stand_where_they_belong(sandbox: DockerSandbox) -> None:
     terminal = await sandbox.terminal(columns=30, rows=12)
     await see(terminal, prompts)
-    await terminal.send("clear; printf '日本|\\ne\\314\\201|\\na\\377b|\\n%s\\n' 12345678901234567890123456789日x\n")
+    await terminal.send(
+        "clear; printf '日本|\\ne\\314\\201|\\na\\377b|\\n%s\\n' 12345678901234567890123456789日x\n"
+    )
     screen = await see(terminal, shows("日x"))
     shown = [line for line in screen.lines if line and "printf" not in line]
     at = shown.index("日本|")

@@ -6,7 +6,6 @@ Colours and other attributes are left out. Memory is bounded whatever is written
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
 from copy import copy
 from functools import lru_cache
 from unicodedata import normalize
@@ -82,16 +81,19 @@ class Grid(Screen):
 
     def index(self) -> None:
         """Move down, or scroll: what leaves the top goes into the history."""
-        top, bottom = self.margins or (0, self.lines - 1)
-        if self.cursor.y != bottom:
+        _, bottom = self.margins or (0, self.lines - 1)
+        if self.cursor.y == bottom:
+            self._scroll(1)
+        else:
             self.cursor_down()
-            return
-        if top == 0 and not self.alternate:
-            self.history.append(self.text(0))
-        self.buffer.pop(top, None)
-        for y in range(top + 1, bottom + 1):
-            if (row := self.buffer.pop(y, None)) is not None:
-                self.buffer[y - 1] = row
+
+    def reverse_index(self) -> None:
+        """Move up, or scroll the other way."""
+        top, _ = self.margins or (0, 0)
+        if self.cursor.y == top:
+            self._scroll(-1)
+        else:
+            self.cursor_up()
 
     def cursor_up(self, count: int | None = None) -> None:
         """As far as the region's top, or the screen's where the cursor is above the region."""
@@ -106,13 +108,11 @@ class Grid(Screen):
 
     def scroll_up(self, count: int = 1) -> None:
         """Scroll the region; the cursor stays."""
-        top, bottom = self.margins or (0, self.lines - 1)
-        self._scroll(bottom, self.index, min(count, bottom - top + 1))
+        self._scroll(max(count, 1))
 
     def scroll_down(self, count: int = 1) -> None:
         """Scroll the region the other way."""
-        top, bottom = self.margins or (0, self.lines - 1)
-        self._scroll(top, self.reverse_index, min(count, bottom - top + 1))
+        self._scroll(-max(count, 1))
 
     def set_region(self, top: int = 0, bottom: int | None = None) -> None:
         """Scroll only these rows, counted from 1; without a number, all. The cursor goes home."""
@@ -229,11 +229,13 @@ class Grid(Screen):
         if x >= 0 and len(row[x].data) < CELL_CHARACTERS:
             row[x] = _cell(normalize("NFC", row[x].data + character))
 
-    def _scroll(self, at: int, by: Callable[[], None], count: int) -> None:
-        y, self.cursor.y = self.cursor.y, at
-        for _ in range(max(count, 1)):
-            by()
-        self.cursor.y = y
+    def _scroll(self, count: int) -> None:
+        top, bottom = self.margins or (0, self.lines - 1)
+        count = min(count, bottom - top + 1)
+        if top == 0 and not self.alternate:
+            self.history.extend(self.text(y) for y in range(count))
+        rows = [(y, self.buffer.pop(y)) for y in list(self.buffer) if top <= y <= bottom]
+        self.buffer.update((y - count, row) for y, row in rows if top <= y - count <= bottom)
 
     def _switch_screen(self, on: bool, *, with_cursor: bool) -> None:
         main = self._main

@@ -2,7 +2,7 @@
 
 The classic builder is asked, which every engine since 20.10 has; what it cannot read has been lowered before. What
 cannot be lowered goes to BuildKit (`buildkit.py`). When the connection goes away the engine kills the step that runs
-and removes its container, so ending a build means to shut its socket.
+and removes its container.
 
 A failure names the author's own instruction: the builder says which step of the lowered Dockerfile it was at.
 """
@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import IO, Any
-
-import urllib3
-from docker.errors import DockerException, StreamParseError
 
 from rollcage.rollout.outcome import BuildError, Evidence
 from rollcage.rollout.sandbox.buildkit import TRACE, Trace, buildkit_fault
 from rollcage.rollout.sandbox.faults import build_fault
 from rollcage.rollout.sandbox.lowering import Step
+from rollcage.rollout.sandbox.streams import CONNECT_SEC, STREAM_ERRORS, Stream
 
 LOG_CHARS = 64 * 1024
 """Of a build's log this much is kept, its end: a failed step says last what was wrong."""
@@ -31,13 +28,8 @@ LOG_CHARS = 64 * 1024
 SHOWN_CHARS = 120
 """Of a failed instruction's first line so much is shown; its line number leads to the rest."""
 
-CONNECT_SEC = 60.0
 
-STREAM_ERRORS = (DockerException, OSError, urllib3.exceptions.HTTPError, StreamParseError)
-"""What docker-py raises while an answer is read piece by piece."""
-
-
-class Build:
+class Build(Stream):
     """A build under way. `run` blocks in a thread of its own; `end` may be called from any other.
 
     `file` and `steps` are what the lowered Dockerfile comes from. `buildkit`: that builder is asked.
@@ -53,18 +45,17 @@ class Build:
         steps: Sequence[Step] = (),
         buildkit: bool = False,
     ) -> None:
+        super().__init__()
         self.reference = reference
         self.doing = doing
         self.build_args = dict(build_args)
         self.file = file
         self.steps = tuple(steps)
         self.buildkit = buildkit
-        self.ended = False
         self._at = 0
         self._trace = Trace()
         self._log: deque[str] = deque()
         self._log_chars = 0
-        self._socket: socket.socket | None = None
 
     @property
     def log_tail(self) -> str:
@@ -74,21 +65,11 @@ class Build:
         """Send the context and wait for the image. Returns its id. Raises `BuildError`; where `end` was called,
         an `image_build` or nothing that means anything: the caller knows better."""
         try:
-            response = self._request(api, tar, timeout_sec)
-            return self._read(api._stream_helper(response, decode=True))
+            return self._read(self._request(api, tar, timeout_sec))
         except STREAM_ERRORS as error:
             raise build_fault(error, self.doing, log_tail=self.log_tail) from error
 
-    def end(self) -> None:
-        """Shut the connection; `run` then returns soon. A build that has not been sent yet ends when it is."""
-        self.ended = True
-        if self._socket is not None:
-            try:
-                self._socket.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it is over already
-                self._socket = None
-
-    def _request(self, api: Any, tar: IO[bytes], timeout_sec: float) -> Any:
+    def _request(self, api: Any, tar: IO[bytes], timeout_sec: float) -> Iterator[dict[str, Any]]:
         params = {
             "t": self.reference,
             "dockerfile": "Dockerfile",
@@ -97,22 +78,16 @@ class Build:
             "buildargs": json.dumps(self.build_args),
             **({"version": "2"} if self.buildkit else {}),
         }
-        response = api.post(
-            api._url("/build"),
+        return self.post(
+            api,
+            "/build",
+            silent_sec=timeout_sec + CONNECT_SEC,
             data=tar,
             params=params,
             headers={"Content-Type": "application/x-tar"},
-            stream=True,
-            timeout=(CONNECT_SEC, timeout_sec + CONNECT_SEC),
         )
-        api._raise_for_status(response)
-        held = api._get_raw_response_socket(response)
-        self._socket = getattr(held, "_sock", held)
-        if self.ended:
-            self.end()
-        return response
 
-    def _read(self, messages: Any) -> str:
+    def _read(self, messages: Iterable[dict[str, Any]]) -> str:
         image_id = ""
         for message in messages:
             if "error" in message or "errorDetail" in message:

@@ -84,12 +84,22 @@ class Engine:
     async def _stream(
         self, doing: str, request: Callable[[Any], Any], limit: int = STREAM_BYTES
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        held = await self.call(doing, request)
-        raw: socket.socket = getattr(held, "_sock", held)
-        own = socket.socket(fileno=socket.dup(raw.fileno()))
-        held.close()
-        own.setblocking(False)
-        return await asyncio.open_connection(sock=own, limit=limit)
+        made: list[socket.socket] = []
+
+        def open_socket(api: Any) -> None:
+            held = request(api)
+            raw: socket.socket = getattr(held, "_sock", held)
+            made.append(socket.socket(fileno=socket.dup(raw.fileno())))
+            held.close()
+
+        try:
+            await self.call(doing, open_socket)
+            made[0].setblocking(False)
+            return await asyncio.open_connection(sock=made[0], limit=limit)
+        except BaseException:
+            for own in made:
+                own.close()
+            raise
 
     def close(self) -> None:
         """Let go of the threads and connections."""

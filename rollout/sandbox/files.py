@@ -13,6 +13,7 @@ import stat
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -20,6 +21,7 @@ from pathspec import GitIgnoreSpec
 
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.sandbox.firewall import in_thread
 from rollcage.rollout.sandbox.link import Link
 
 SPOOL_BYTES = 8 << 20
@@ -63,10 +65,7 @@ async def upload(
     """
     where = _absolute(target)
     with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
-        with tarfile.open(fileobj=spool, mode="w", format=tarfile.PAX_FORMAT) as tar:
-            for path, name in _tree(source, where, GitIgnoreSpec.from_lines(exclude)):
-                _add(tar, path, name, mode)
-        spool.seek(0)
+        await in_thread(_pack, spool, source, where, mode, exclude)
         await _put(engine, container_id, spool)
 
 
@@ -159,7 +158,7 @@ async def download(engine: Engine, container_id: str, path: str, target: Path, m
         if refused is not None:
             raise ValueError(_refusal(where, refused))
         if top.is_dir() and not top.is_symlink():
-            shutil.copytree(top, target, symlinks=True, dirs_exist_ok=True)
+            await in_thread(partial(shutil.copytree, top, target, symlinks=True, dirs_exist_ok=True))
         else:
             os.replace(top, target)
     return True
@@ -190,6 +189,15 @@ def _tree(source: Path, where: PurePosixPath, exclude: GitIgnoreSpec) -> Iterato
                 empty = False
     if empty:
         yield source, base
+
+
+def _pack(
+    spool: IO[bytes], source: Path, where: PurePosixPath, mode: int | None, exclude: Sequence[str]
+) -> None:
+    with tarfile.open(fileobj=spool, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path, name in _tree(source, where, GitIgnoreSpec.from_lines(exclude)):
+            _add(tar, path, name, mode)
+    spool.seek(0)
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str, mode: int | None) -> None:

@@ -114,6 +114,14 @@ class Grid(Screen):
         """Scroll the region the other way."""
         self._scroll(-max(count, 1))
 
+    def insert_lines(self, count: int | None = None) -> None:
+        """At the cursor's, which goes to its start."""
+        self._move_from_cursor(-(count or 1))
+
+    def delete_lines(self, count: int | None = None) -> None:
+        """From the cursor's on."""
+        self._move_from_cursor(count or 1)
+
     def set_region(self, top: int = 0, bottom: int | None = None) -> None:
         """Scroll only these rows, counted from 1; without a number, all. The cursor goes home."""
         self.set_margins(top or None, bottom or None)
@@ -234,6 +242,16 @@ class Grid(Screen):
         count = min(count, bottom - top + 1)
         if top == 0 and not self.alternate:
             self.history.extend(self.text(y) for y in range(count))
+        self._move(top, bottom, count)
+
+    def _move_from_cursor(self, count: int) -> None:
+        top, bottom = self.margins or (0, self.lines - 1)
+        if top <= self.cursor.y <= bottom:
+            self._move(self.cursor.y, bottom, count)
+            self.carriage_return()
+
+    def _move(self, top: int, bottom: int, count: int) -> None:
+        """Move rows up, or down; what leaves these bounds is gone."""
         rows = [(y, self.buffer.pop(y)) for y in list(self.buffer) if top <= y <= bottom]
         self.buffer.update((y - count, row) for y, row in rows if top <= y - count <= bottom)
 

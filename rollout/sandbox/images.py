@@ -54,6 +54,7 @@ from rollcage.rollout.sandbox.reaper import (
     wait_for_build_containers,
 )
 from rollcage.rollout.sandbox.stages import base_images, until
+from rollcage.rollout.sandbox.streams import followed
 from rollcage.rollout.sandbox.trust import Proxies, Trust
 from rollcage.rollout.task import Environment
 
@@ -142,7 +143,7 @@ class Images:
         await remove_dangling_images(self.engine, self.host)
 
     def _is_needed(self, name: str) -> bool:
-        return name in self._held or name in self._flights
+        return name in self._held or name in self._flights or name in self._pulls.flights
 
     # environments
 
@@ -283,18 +284,11 @@ class Images:
         return lowered
 
     async def _run(self, build: Build, tar: IO[bytes], timeout_sec: float) -> str:
-        call = asyncio.ensure_future(
-            self.engine.call(build.doing, lambda api: build.run(api, tar, timeout_sec))
-        )
         timer = asyncio.get_running_loop().call_later(timeout_sec, build.end)
         try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            build.end()
-            await asyncio.wait([call])
-            if not call.cancelled():
-                call.exception()
-            raise
+            return await followed(
+                self.engine, build.doing, build, lambda api: build.run(api, tar, timeout_sec)
+            )
         except BuildError as error:
             if not build.ended:
                 raise

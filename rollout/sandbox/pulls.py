@@ -16,16 +16,22 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from docker.auth import get_config_header, resolve_repository_name
 from docker.errors import ImageNotFound
+from docker.utils import parse_repository_tag
 
 from rollcage.rollout.outcome import BuildError, Evidence
-from rollcage.rollout.sandbox.build import STREAM_ERRORS
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.faults import pull_fault
 from rollcage.rollout.sandbox.flights import Flights
+from rollcage.rollout.sandbox.streams import STREAM_ERRORS, Stream, followed
 
 PULL_WAITS_SEC = (2.0, 8.0)
 """Waits between tries of one pull. More patience is the scheduler's: it has other work to do meanwhile."""
+
+SILENT_SEC = 600.0
+"""A pull of which the engine says nothing for so long goes no further: it tells of every few hundred kilobytes, but of
+nothing while it waits for a registry that has stopped sending, for which it has no limit itself, or checks a layer."""
 
 PULLED = "rollcage/pulled"
 
@@ -57,17 +63,22 @@ class Pulls:
     any."""
 
     def __init__(
-        self, engine: Engine, make_room: Callable[[], Any], waits_sec: Sequence[float] = PULL_WAITS_SEC
+        self,
+        engine: Engine,
+        make_room: Callable[[], Any],
+        waits_sec: Sequence[float] = PULL_WAITS_SEC,
+        silent_sec: float = SILENT_SEC,
     ) -> None:
         self.engine = engine
         self.flights: Flights[BuiltImage] = Flights()
         self._make_room = make_room
         self._waits_sec = tuple(waits_sec)
+        self._silent_sec = silent_sec
         self._closed_until: dict[str, tuple[float, BuildError]] = {}
 
     async def fetched(self, reference: str) -> BuiltImage:
         """The image of this name, pulled where the engine has none. Raises `BuildError`, `SandboxError`."""
-        image, first = await self.flights.join(reference, lambda: self._pull(reference))
+        image, first = await self.flights.join(familiar(reference), lambda: self._pull(reference))
         return image if first else replace(image, cached=True)
 
     async def _pull(self, reference: str) -> BuiltImage:
@@ -85,7 +96,8 @@ class Pulls:
         may_make_room = True
         while True:
             try:
-                await self.engine.call(f"pull {reference}", lambda api: _pull(api, reference))
+                pull = Pull(reference, self._silent_sec)
+                await followed(self.engine, f"pull {reference}", pull, pull.run)
                 break
             except BuildError as error:
                 if error.error_class == "disk_full" and may_make_room and await self._make_room():
@@ -177,10 +189,28 @@ def image_config(inspected: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[
     return config, {key: value for key, _, value in pairs}
 
 
-def _pull(api: Any, reference: str) -> None:
-    try:
-        for message in api.pull(reference, stream=True, decode=True):
-            if "error" in message or "errorDetail" in message:
-                raise pull_fault(message, reference)
-    except STREAM_ERRORS as error:
-        raise pull_fault(error, reference) from error
+class Pull(Stream):
+    """A pull under way. docker-py's own cannot be ended, and waits for ever."""
+
+    def __init__(self, reference: str, silent_sec: float) -> None:
+        super().__init__()
+        self.reference = reference
+        self._silent_sec = silent_sec
+
+    def run(self, api: Any) -> None:
+        """Wait for the image. Raises `BuildError`."""
+        repository, tag = parse_repository_tag(self.reference)
+        try:
+            header = get_config_header(api, resolve_repository_name(repository)[0])
+            messages = self.post(
+                api,
+                "/images/create",
+                silent_sec=self._silent_sec,
+                params={"fromImage": repository, "tag": tag or "latest"},
+                headers={"X-Registry-Auth": header} if header else {},
+            )
+            for message in messages:
+                if "error" in message or "errorDetail" in message:
+                    raise pull_fault(message, self.reference)
+        except STREAM_ERRORS as error:
+            raise pull_fault(error, self.reference) from error

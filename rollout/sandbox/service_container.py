@@ -28,6 +28,9 @@ SETTLE_SEC = 0.5
 FIRST_POLL_SEC = 0.1
 MOST_POLL_SEC = 1.0
 
+END_SEC = 5.0
+"""From the engine's refusal of an exec, because the container is ending, to its saying so of the container."""
+
 DEFAULT_CHECK = Check(interval_sec=30.0, timeout_sec=30.0, start_period_sec=0.0, retries=3)
 """The engine's own: https://docs.docker.com/reference/dockerfile/#healthcheck"""
 
@@ -52,7 +55,7 @@ class DockerService:
                 self._engine, self.id, ["/bin/sh", "-c", command], settings, timeout, OUTPUT_BYTES
             )
         except SandboxError as error:
-            if error.evidence.status not in (404, 409):
+            if error.error_class != "container_lost" or not await self._stopped():
                 raise
             return CommandResult(None, b"", error.message.encode(), time.monotonic() - began)
 
@@ -75,14 +78,31 @@ class DockerService:
         )
         return log[-OUTPUT_TAIL:].decode("utf-8", "replace")
 
-    async def _probe(self, check: Check) -> tuple[bool, str]:
-        """Run a healthcheck once: whether it passed, and what it printed."""
+    async def _probe(self, check: Check, state: Mapping[str, Any]) -> tuple[bool, str]:
+        """Run a healthcheck once: whether it passed, and what it printed. `state`: the container's, as it was just
+        before. Raises `SandboxError` where the engine cannot run it although the container goes on as it was."""
         try:
             return await self._probed(check)
         except SandboxError as error:
-            if error.evidence.status not in (404, 409):
+            if error.error_class != "container_lost" or not await self._stopped(since=state["StartedAt"]):
                 raise
             return False, "it does not run"
+
+    async def _stopped(self, *, since: str | None = None) -> bool:
+        """Whether it does not run, or was started anew after `since`, now that the engine has refused an exec in it.
+        Its answer depends on the moment (404, 409 or 500), and it may know later of the container that it has ended."""
+        began = time.monotonic()
+        while True:
+            state = await self.state()
+            if (
+                not state["Running"]
+                or state.get("Restarting")
+                or state["StartedAt"] != (since or state["StartedAt"])
+            ):
+                return True
+            if time.monotonic() - began > END_SEC:
+                return False
+            await asyncio.sleep(FIRST_POLL_SEC)
 
     async def _probed(self, check: Check) -> tuple[bool, str]:
         argv = list(check.argv or ())
@@ -118,7 +138,9 @@ class DockerService:
             if not check.argv and (self.name == MAIN or at - began >= SETTLE_SEC):
                 return
             if check.argv:
-                passed, said = await self._probe(check)
+                passed, said = await self._probe(check, state)
+                if not passed and _has_ended(state := await self.state()):
+                    raise await self._end(state)
                 if passed:
                     return
                 if at - counted >= (check.interval_sec or 0) and at - began >= (check.start_period_sec or 0):

@@ -57,7 +57,9 @@ PODMAN_LACKS = {
 
 KINDS = {
     "docker": Kind("docker_engine", start_sandbox, kill_container, (pytest.mark.docker,)),
-    "podman": Kind("podman_engine", start_sandbox, kill_container, (pytest.mark.podman,), PODMAN_LACKS),
+    "podman": Kind(
+        "podman_engine", start_sandbox, kill_container, (pytest.mark.docker, pytest.mark.podman), PODMAN_LACKS
+    ),
 }
 
 
@@ -71,10 +73,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not isinstance(item, pytest.Function) or item.path.parent != Path(__file__).parent:
             continue
-        kind = KINDS[item.callspec.params["kind"]]
-        reason = kind.lacks.get(item.originalname)
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or "kind" not in callspec.params:
+            continue
+        reason = KINDS[callspec.params["kind"]].lacks.get(item.originalname)
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+@pytest.fixture
+def kinds() -> Mapping[str, Kind]:
+    return KINDS
 
 
 @pytest.fixture(scope="session")
@@ -169,7 +178,7 @@ async def _start(kind: Kind, server: Any, **settings: Any) -> Sandbox:
 
 def _install_podman() -> None:
     if os.environ.get("ROLLCAGE_TEST_PODMAN") == "no" or shutil.which("apt-get") is None:
-        pytest.skip("podman: not installed")
+        pytest.skip("podman: not installed, and not to be installed (apt-get, ROLLCAGE_TEST_PODMAN=no)")
     install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "podman"]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     done = subprocess.run(install, env=environment, capture_output=True, text=True, timeout=200, check=False)
@@ -233,7 +242,7 @@ def _connected(address: str, service: subprocess.Popen[bytes], log: Path) -> Eng
                 raise AssertionError(f"podman's service: {log.read_text()[-1000:]}") from None
             time.sleep(0.05)
     docker = Engine()
-    engine.api.load_image(b"".join(docker.api.get_image(IMAGE)))
+    engine.api.load_image(docker.api.get_image(IMAGE))
     docker.close()
     try:
         asyncio.run(_probe(engine))

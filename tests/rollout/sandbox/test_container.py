@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -311,7 +312,8 @@ async def test_a_process_that_is_killed_before_it_says_a_word_takes_the_sandbox_
     try:
         _, writer = await engine.attach(made["Id"])
         await engine.call("start", lambda api: api.start(made["Id"]))
-        writer.close()
+        # As the kernel does; docker-py holds a copy of the socket.
+        writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         ended = await engine.call("wait", lambda api: api.wait(made["Id"], timeout=20))
         assert ended["StatusCode"] == 125
     finally:

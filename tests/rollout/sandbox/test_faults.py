@@ -244,8 +244,8 @@ PULLS = [
      " upgrading: https://www.docker.com/increase-rate-limit", "image_pull", True),
     (429, "slow down", "image_pull", True),
     # the containerd image store of Engine 25 to 28
-    (500, 'failed to copy: httpReadSeeker: failed open: unexpected status from GET request to https://r.example/v2/x: 429'
-     " Too Many Requests", "image_pull", True),
+    (500, 'failed to copy: httpReadSeeker: failed open: unexpected status from GET request to https://r.example/v2/x:'
+     " 429 Too Many Requests", "image_pull", True),
     (500, 'failed to resolve reference "r.example/x:1": unexpected status from HEAD request to https://r.example/v2/x:'
      " 503 Service Unavailable", "image_pull", False),
     (500, 'failed to extract layer sha256:1a: write /var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/1/fs/x:'

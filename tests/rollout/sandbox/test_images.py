@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollcage.rollout.compose import image_environment, read_compose
 from rollcage.rollout.outcome import BuildError
 from rollcage.rollout.sandbox.build import Build
 from rollcage.rollout.sandbox.engine import Engine
@@ -209,6 +210,37 @@ async def test_stages_that_are_done_with_are_not_left(images: Images, tmp_path: 
     text = f"FROM {BASE} AS a\nRUN echo {uuid.uuid4()} > /made\nFROM {BASE}\nCOPY --from=a /made /made\n"
     assert (await ensure(images, task(tmp_path, text))).built
     assert leftovers(images) == []
+
+
+async def test_a_services_arguments_and_its_target_make_its_image(images: Images, tmp_path: Path) -> None:
+    """As `build: {context, dockerfile, args, target}` of a compose file has it; what comes after is not built."""
+    (tmp_path / "web").mkdir()
+    text = (
+        f"ARG base=none\nFROM ${{base}} AS tools\nFROM tools AS serve\nARG who=nobody\nLABEL test={SALT} who=$who\n"
+        "FROM 127.0.0.1:1/none:1\nRUN exit 1\n"
+    )
+    (tmp_path / "web/Dockerfile.web").write_text(text)
+
+    def service(who: str, target: str) -> Environment:
+        (tmp_path / "docker-compose.yaml").write_text(
+            "services:\n  main: {}\n  web:\n    build:\n      context: web\n      dockerfile: Dockerfile.web\n"
+            f"      target: {target}\n      args: {{base: '{BASE}', who: {who}}}\n"
+        )
+        own = Environment(context=None, docker_image=BASE)
+        problems: list[Any] = []
+        compose = read_compose(tmp_path / "docker-compose.yaml", own, problems)
+        assert compose is not None, problems
+        return image_environment(compose.services({}, {})["web"], own)
+
+    one, same, other = [await ensure(images, service(who, "serve")) for who in ("me", "me", "you")]
+    assert (one.built, same.built, other.built) == (True, False, True)
+    assert one.reference == same.reference != other.reference
+    labels = [images.engine.api.inspect_image(image.id)["Config"]["Labels"] for image in (one, other)]
+    assert [label["who"] for label in labels] == ["me", "you"]
+    error = await fails(images, service("me", "no-such"))
+    assert error.error_class == "dockerfile_parse"
+    assert "no stage 'no-such'" in error.message
+    assert images.builds == 2
 
 
 async def test_a_registry_that_cannot_be_reached_is_infra_and_tried_again(

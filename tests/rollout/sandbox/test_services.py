@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from uuid import uuid4
 
 import pytest
 
-from rollcage.rollout.compose import read_compose
-from rollcage.rollout.outcome import RolloutError
+from rollcage.rollout.compose import Check, read_compose
+from rollcage.rollout.outcome import RolloutError, SandboxError, TaskError
 from rollcage.rollout.sandbox.base import Sandbox
+from rollcage.rollout.sandbox.container import remove_container
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.pool import SandboxPool, SandboxSettings
 from rollcage.rollout.sandbox.reaper import reap
+from rollcage.rollout.sandbox.service_container import DockerService
 from rollcage.rollout.task_model import Environment
 
 pytestmark = pytest.mark.docker
@@ -259,6 +262,68 @@ class TestWhatDoesNotStart:
         error = await refused(start, pool, f"services: {{main: {{{check}}}}}")
         assert error.error_class == "healthcheck"
         assert "never" in error.evidence.message
+
+
+MOMENTS = ["create an exec for a healthcheck", "start an exec", "inspect an exec"]
+
+
+class EndsAt(Engine):
+    """An engine on which a container has ended when something is asked for the first time, and never before."""
+
+    moment = container = ""
+
+    async def call(self, doing: str, request: Callable[[Any], Any]) -> Any:
+        if doing == self.moment:
+            self.moment = ""
+            await super().call("end it", lambda api: api.kill(self.container, "TERM"))
+            await super().call("wait for its end", lambda api: api.wait(self.container, timeout=30))
+        return await super().call(doing, request)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_service_that_ends_while_it_is_looked_at_has_ended_by_itself(moment: str) -> None:
+    engine = EndsAt()
+    command = ["sh", "-c", "trap 'echo bye; exit 3' TERM; echo up; while :; do sleep 0.1; done"]
+    limits = engine.api.create_host_config(pids_limit=32, network_mode="none")
+    made = engine.api.create_container(
+        BASE, command, host_config=limits, labels={"rollcage.host": "test-ends"}
+    )
+    service = DockerService(engine, "db", made["Id"])
+    try:
+        engine.api.start(made["Id"])
+        while "up" not in await service.log_tail():
+            await asyncio.sleep(0.05)
+        engine.moment, engine.container = moment, made["Id"]
+        with pytest.raises(TaskError) as caught:
+            await service.healthy(Check(("false",), 60.0, 30.0, 0.0, 3))
+        assert not engine.moment
+        assert (caught.value.error_class, caught.value.evidence.exit_code) == ("healthcheck", 3)
+        assert "bye" in caught.value.evidence.log_tail
+        assert (await service.run("true", timeout=10)).exit_code is None
+    finally:
+        await remove_container(engine, made["Id"])
+        engine.close()
+
+
+async def test_an_exec_that_is_refused_in_a_service_that_runs_is_not_the_tasks_fault(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcage.rollout.sandbox.service_container.END_SEC", 0.2)
+    limits = engine.api.create_host_config(pids_limit=32, network_mode="none")
+    made = engine.api.create_container(
+        BASE, ["sleep", "60"], host_config=limits, labels={"rollcage.host": "test-ends"}
+    )
+    service = DockerService(engine, "db", made["Id"])
+    try:
+        engine.api.start(made["Id"])
+        engine.api.pause(made["Id"])
+        with pytest.raises(SandboxError) as caught:
+            await service.healthy(Check(("true",), 60.0, 30.0, 0.0, 1))
+        assert caught.value.error_class == "container_lost"
+        with pytest.raises(SandboxError):
+            await service.run("true", timeout=10)
+    finally:
+        await remove_container(engine, made["Id"])
 
 
 async def test_a_service_that_has_ended_still_gives_what_it_left(start: Start, tmp_path: Path) -> None:

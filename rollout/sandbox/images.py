@@ -111,17 +111,12 @@ class Images:
         self._platform = ""
         self._buildkit: Api | None = None
 
-    async def ensure(
-        self, environment: Environment, *, task: str, context_digest: str | None = None
-    ) -> BuiltImage:
-        """The environment's image. `context_digest`, where the caller has one, stands for the context's files.
-
-        Raises `BuildError`, and `SandboxError` where the engine itself fails.
-        """
+    async def ensure(self, environment: Environment, *, task: str) -> BuiltImage:
+        """The environment's image. Raises `BuildError`, and `SandboxError` where the engine itself fails."""
         if environment.context is None:
             return await self._pulls.fetched(environment.docker_image or "")
         await self._look()
-        reference = await self._reference(environment, environment.context, context_digest)
+        reference = await self._reference(environment, environment.context)
         make = partial(self._environment, environment, reference, task)
         image, first = await self._flights.join(reference, make)
         return image if first else replace(image, built=False, cached=True, build_seconds=0.0)
@@ -147,8 +142,8 @@ class Images:
 
     # environments
 
-    async def _reference(self, environment: Environment, root: Path, context_digest: str | None) -> str:
-        digest = context_digest or await _in_thread(self._context_digest, root, environment.dockerfile)
+    async def _reference(self, environment: Environment, root: Path) -> str:
+        digest = await _in_thread(self._context_digest, root, environment.dockerfile)
         args = sorted({**self.build_args, **environment.build_args}.items())
         options = [LOWERING_VERSION, digest, environment.dockerfile, args, environment.target]
         options += [self._buildkit is not None, None if self.trust is None else self.trust.digest]
@@ -170,8 +165,8 @@ class Images:
         return known[1]
 
     async def _environment(self, environment: Environment, reference: str, task: str) -> BuiltImage:
-        if (present := await inspect(self.engine, reference)) is not None:
-            await touch(self.engine, present, reference)
+        present = await inspect(self.engine, reference)
+        if present is not None and await touch(self.engine, present, reference):
             return described(present, reference)
         assert environment.context is not None
         file = f"{environment.context.name}/{environment.dockerfile}"

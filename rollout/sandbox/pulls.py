@@ -84,9 +84,8 @@ class Pulls:
     async def _pull(self, reference: str) -> BuiltImage:
         if (present := await inspect(self.engine, reference)) is not None:
             record = record_of(reference)
-            if record in (present.get("RepoTags") or ()):
-                await touch(self.engine, present, record)
-            return described(present, reference)
+            if record not in (present.get("RepoTags") or ()) or await touch(self.engine, present, record):
+                return described(present, reference)
         until, refusal = self._closed_until.get(reference, (0.0, None))
         if refusal is not None and (wait := until - time.monotonic()) > 0:
             again = copy(refusal)
@@ -144,19 +143,21 @@ async def inspect(engine: Engine, reference: str) -> dict[str, Any] | None:
     return await engine.call(f"look up the image {reference}", look)
 
 
-async def touch(engine: Engine, inspected: Mapping[str, Any], tag: str) -> None:
-    """Note that an image is in use now, by tagging it (again) with `tag`."""
+async def touch(engine: Engine, inspected: Mapping[str, Any], tag: str) -> bool:
+    """Note that an image is in use now, by tagging it (again) with `tag`. False where it was removed in this moment:
+    whoever needs it makes it again."""
     if time.time() - last_used(inspected) < TOUCH_SEC and tag in (inspected.get("RepoTags") or ()):
-        return
+        return True
     repository, _, name = tag.rpartition(":")
 
-    def put(api: Any) -> None:
+    def put(api: Any) -> bool:
         try:
             api.tag(inspected["Id"], repository, name)
         except ImageNotFound:
-            return  # removed in this moment: whoever needs it makes it again
+            return False
+        return True
 
-    await engine.call(f"tag an image {tag}", put)
+    return await engine.call(f"tag an image {tag}", put)
 
 
 def last_used(inspected: Mapping[str, Any]) -> float:

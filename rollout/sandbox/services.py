@@ -80,8 +80,9 @@ class Services:
         finally:
             for one in work.values():
                 one.cancel()
-            await asyncio.wait(work.values())
-        for error in [one.exception() for one in done]:
+            # Where the removal of one that was just being made fails, the reaper has it.
+            await asyncio.gather(*work.values(), return_exceptions=True)
+        for error in [one.exception() for one in work.values() if one in done]:
             if error is not None:
                 raise error
         if waiting:

@@ -26,6 +26,36 @@ exec 7<&0 8>&1 9>&2 </dev/null >/dev/null 2>&1
 # it, so that in an image without bash SIGINT stays ignored there.
 set -m
 
+# What a trap runs in dash and ash forgets a status where another trap comes in between: what `$?` was before both is
+# put in its place, so that any condition may turn out wrong. There, traps only note what is to be done.
+rc_on() {
+  case ${BASH_VERSION-} in
+    ?*) trap "$2" "$1" ;;
+    *) trap "rc_notes=\"\${rc_notes%\" $2\"} $2\" rc_waits=rc_noted" "$1" ;;
+  esac
+}
+
+# A note that comes after the last look at them ends the wait all the same, but not twice on end: while children die
+# faster than they are noted, the shell is waited for too.
+rc_noted() {
+  rc_noted_last=1
+  return 145
+}
+
+rc_wait() {
+  rc_waits=wait
+  rc_serve
+  [ -z "$rc_noted_last" ] || rc_waits=wait
+  rc_noted_last=''
+  "$rc_waits" "$rc_shell"
+  rc_status=$?
+}
+
+rc_serve() {
+  rc_taken=$rc_notes rc_notes=''
+  for rc_work in $rc_taken; do "$rc_work"; done
+}
+
 rc_say() {
   printf '%s %s\n' "$rc_key" "$*" >&8
   printf '%s %s\n' "$rc_key" "$*" >&9
@@ -169,32 +199,37 @@ rc_clear() {
   rc_busy=${rc_busy#1} rc_cleared=1
 }
 
-rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline='' rc_timer='' rc_ticked='' rc_ticks=0 rc_busy='' rc_home=$PWD
+rc_report() {
+  rc_oom
+  rc_say oom "$rc_kills"
+}
+
+rc_notes='' rc_noted_last='' rc_number=0 rc_ends=0 rc_ends_most=1 rc_cleared=0 rc_deadline=''
+rc_timer='' rc_ticked='' rc_ticks=0 rc_busy='' rc_home=$PWD
 if [ -n "$rc_limit" ]; then
   read -r rc_now rc_rest </proc/uptime
   rc_deadline=$((${rc_now%%.*} + rc_limit))
-  trap rc_clear 44
+  rc_on 44 rc_clear
   rc_ends_most=20
 fi
 # SIGINT has a trap because bash would end by it; the trap is nothing that children inherit.
 trap : INT
-trap rc_tick CHLD
-trap rc_interrupt 43
-trap 'rc_oom; rc_say oom "$rc_kills"' 45
+rc_on CHLD rc_tick
+rc_on 43 rc_interrupt
+rc_on 45 rc_report
 rc_tick
 rc_spawn
 rc_say ready $$ "${BASH_VERSION:+ba}sh"
 
 while :; do
-  wait "$rc_shell"
-  rc_status=$?
+  rc_wait
   # A trap ends a wait early, and so does a stopped shell under job control.
   while [ "$rc_status" -ne 127 ] && kill -0 "$rc_shell"; do
     rc_tick
     kill -CONT "$rc_shell"
-    wait "$rc_shell"
-    rc_status=$?
+    rc_wait
   done
+  rc_serve
   wait "$rc_shell"
   rc_again=$?
   [ "$rc_again" -eq 127 ] || rc_status=$rc_again

@@ -29,7 +29,7 @@ from rollcage.rollout.sandbox.tty import Tty, open_tty, read_some
 TERM = "xterm-256color"
 SLICE_SEC = 0.002
 """Of emulation, before others have as much: no flood takes more than half of the event loop."""
-LOOK_SEC = 0.03
+LOOK_SEC = 0.01
 """At most so often a condition on the screen is looked at."""
 SETTLE_SEC = 0.5
 """For the screen to catch up with what has been read."""

@@ -15,11 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -156,17 +158,28 @@ def podman_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             [*command, "system", "service", "--time", "0", address], env=environment, stdout=log, stderr=log
         )
         try:
-            yield _connected(address, service, folder / "log")
+            engine = _connected(address, service, folder / "log")
+            yield engine
+            engine.close()
         finally:
             subprocess.run(
                 [*command, "rm", "--all", "--force"], env=environment, capture_output=True, check=False
             )
-            service.terminate()
+            service.kill()
             service.wait()
+            _end_monitors(folder)
             subprocess.run(
                 ["umount", "--lazy", folder / "root" / "overlay"], capture_output=True, check=False
             )
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_monitors(folder: Path) -> None:
+    """podman has one for each exec, and lets them live for minutes."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.name() == "conmon" and f"{folder}/runc" in process.cmdline():
+                process.kill()
 
 
 async def _start(kind: Kind, server: Any, **settings: Any) -> Sandbox:

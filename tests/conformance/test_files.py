@@ -74,9 +74,9 @@ async def test_ten_megabytes_go_in_and_come_out(sandbox: Sandbox, tmp_path: Path
 
 
 async def test_small_files_are_written_and_read(sandbox: Sandbox, shell: Shell) -> None:
-    contents = {"/tmp/w/a": b"1.0\n", "/tmp/w/b/empty": b"", "/tmp/w/it's": bytes(range(256))}
+    contents = {"/tmp/into/a": b"1.0\n", "/tmp/into/b/empty": b"", "/tmp/into/it's": bytes(range(256))}
     await sandbox.write(contents, mode=0o640)
-    assert (await shell.run("stat -c %a /tmp/w/a; cat /tmp/w/a")).stdout == b"640\n1.0\n"
+    assert (await shell.run("stat -c %a /tmp/into/a; cat /tmp/into/a")).stdout == b"640\n1.0\n"
     for path, content in contents.items():
         assert await sandbox.read(path) == content
     await sandbox.stop_processes()

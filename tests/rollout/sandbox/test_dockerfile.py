@@ -520,7 +520,7 @@ def archive() -> bytes:
 
 @pytest.fixture(scope="module")
 def all_built(api: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """What became of each Dockerfile, two built at a time."""
+    """What became of each Dockerfile, three built at a time: a step waits for the engine more than it computes."""
     files = {"a.tar.gz": archive()}
     for piece in BUILT:
         files |= piece.context
@@ -534,7 +534,7 @@ def all_built(api: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     write_tar(tar := io.BytesIO(), Context(Path(), ()), lowered.dockerfile.encode(), ())
     tar.seek(0)
     Build("rollcage-test/dockerfile:head", "build the head", {}).run(api, tar, 240)
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(3) as threads:
         yield {
             says: threads.submit(built, api, tmp_path_factory.mktemp("context"), text, context)
             for says, (text, context) in texts.items()

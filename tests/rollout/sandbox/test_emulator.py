@@ -120,8 +120,10 @@ def test_a_smaller_screen_keeps_the_line_of_the_cursor() -> None:
     [
         b"\x1b]0;" + b"x" * 2_000_000, b"\x1b[" + b"1" * 2_000_000, b"\x1b[" + b"1;" * 1_000_000,
         b"e" + "\u0301".encode() * 300_000, b"\x1b7" * 300_000, b"\x1b[6n" * 200_000, b"\x1b(" * 300_000,
+        b"\x1b[9999S\r\n" * 20_000, b"\x1b[9999b" * 20_000,
     ],
-    ids=["string", "number", "numbers", "combining", "saved cursors", "questions", "character sets"],
+    ids=["string", "number", "numbers", "combining", "saved cursors", "questions", "character sets",
+         "scrolls", "repetitions"],
 )  # fmt: skip
 def test_what_never_ends_takes_no_memory_and_no_long_turn(endless: bytes) -> None:
     emulator = Emulator(160, 40)

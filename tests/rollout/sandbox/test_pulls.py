@@ -15,7 +15,7 @@ import pytest
 
 from rollcage.rollout.outcome import BuildError
 from rollcage.rollout.sandbox.engine import Engine
-from rollcage.rollout.sandbox.pulls import Pulls
+from rollcage.rollout.sandbox.pulls import Pulls, inspect, touch
 
 pytestmark = pytest.mark.docker
 
@@ -122,6 +122,17 @@ async def test_a_registry_that_stops_sending_is_not_waited_for_for_ever(
     assert registry.begun.is_set()
     assert caught.value.error_class == "docker_timeout"
     assert registry.image.rpartition(":")[0] in caught.value.message
+
+
+async def test_an_image_that_was_just_removed_is_not_taken_for_there(engine: Engine) -> None:
+    name = f"rollcage-test/pulls:{uuid.uuid4().hex[:12]}"
+    engine.api.import_image_from_data(bytes(1024), *name.split(":"))
+    found = await inspect(engine, name)
+    assert found is not None
+    old = {**found, "Created": "2020-01-01T00:00:00Z", "Metadata": {}}
+    assert await touch(engine, old, name)
+    engine.api.remove_image(name)
+    assert not await touch(engine, old, name)
 
 
 async def test_two_spellings_of_one_image_are_fetched_once(engine: Engine) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+import requests
+from docker.errors import APIError
 
 from rollcage.rollout.compose import Check, read_compose
 from rollcage.rollout.outcome import RolloutError, SandboxError, TaskError
 from rollcage.rollout.sandbox.base import Sandbox
 from rollcage.rollout.sandbox.container import remove_container
 from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.sandbox.faults import engine_fault
 from rollcage.rollout.sandbox.pool import SandboxPool, SandboxSettings
 from rollcage.rollout.sandbox.reaper import reap
 from rollcage.rollout.sandbox.service_container import DockerService
@@ -127,7 +130,7 @@ secrets: {{key: {{file: key}}}}
 
     assert await there("hostname; id -un; pwd; echo $A; ulimit -n") == "the-db\nnobody\n/opt\n1 2\n77"
     assert await there("cat /run/secrets/key /data/seed") == "a secretseed"
-    assert "10.1.2.3" in await there("getent hosts there")
+    assert "10.1.2.3" in await there("getent ahostsv4 there")
     assert "tmpfs" in await there("grep ' /fast ' /proc/mounts")
     assert "size=32768k" in await there("grep ' /dev/shm ' /proc/mounts")
     assert (await db.run("id -u", user=0, timeout=30)).text.strip() == "0"
@@ -264,24 +267,38 @@ class TestWhatDoesNotStart:
         assert "never" in error.evidence.message
 
 
-MOMENTS = ["create an exec for a healthcheck", "start an exec", "inspect an exec"]
+MOMENTS = [
+    ("create an exec for a healthcheck", ""),
+    ("start an exec", ""),
+    ("inspect an exec", ""),
+    # Moby's getExecConfig, until the exec of a container that has ended is forgotten, and runc.
+    ("start an exec", "Container 0123456789ab is not running: Exited (3) Less than a second ago"),
+    ("start an exec", "OCI runtime exec failed: exec failed: cannot exec in a stopped state: unknown"),
+]
 
 
 class EndsAt(Engine):
-    """An engine on which a container has ended when something is asked for the first time, and never before."""
+    """An engine on which a container has ended when something is asked for the first time, and never before. `answer`
+    is what it then says, with status 500; empty: whatever it does."""
 
-    moment = container = ""
+    moment = container = answer = ""
 
     async def call(self, doing: str, request: Callable[[Any], Any]) -> Any:
         if doing == self.moment:
             self.moment = ""
             await super().call("end it", lambda api: api.kill(self.container, "TERM"))
             await super().call("wait for its end", lambda api: api.wait(self.container, timeout=30))
+            if self.answer:
+                response = requests.Response()
+                response.status_code = 500
+                raise engine_fault(APIError("500", response, self.answer), doing)
         return await super().call(doing, request)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-async def test_a_service_that_ends_while_it_is_looked_at_has_ended_by_itself(moment: str) -> None:
+@pytest.mark.parametrize(("moment", "answer"), MOMENTS)
+async def test_a_service_that_ends_while_it_is_looked_at_has_ended_by_itself(
+    moment: str, answer: str
+) -> None:
     engine = EndsAt()
     command = ["sh", "-c", "trap 'echo bye; exit 3' TERM; echo up; while :; do sleep 0.1; done"]
     limits = engine.api.create_host_config(pids_limit=32, network_mode="none")
@@ -291,9 +308,9 @@ async def test_a_service_that_ends_while_it_is_looked_at_has_ended_by_itself(mom
     service = DockerService(engine, "db", made["Id"])
     try:
         engine.api.start(made["Id"])
-        while "up" not in await service.log_tail():
+        while "up" not in await service.log_tail():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        engine.moment, engine.container = moment, made["Id"]
+        engine.moment, engine.container, engine.answer = moment, made["Id"], answer
         with pytest.raises(TaskError) as caught:
             await service.healthy(Check(("false",), 60.0, 30.0, 0.0, 3))
         assert not engine.moment

@@ -246,6 +246,13 @@ async def test_a_fork_bomb_is_over_when_processes_are_stopped(sandbox: DockerSan
     assert (await shell.run("sleep 0; echo $x$?", timeout=20)).stdout == b"0\n"
 
 
+async def test_orphans_that_die_by_the_thousand_do_not_end_the_sandbox(sandbox: DockerSandbox) -> None:
+    shell = await sandbox.shell()
+    orphans = 'i=0; while [ $i -lt 300 ]; do i=$((i + 1)); (sh -c "(:) & (:) & (:) &" &); done; echo over'
+    assert (await shell.run(orphans, timeout=60)).stdout == b"over\n"
+    assert (await shell.run("echo on", timeout=20)).stdout == b"on\n"
+
+
 async def test_one_file_cannot_fill_the_disk(make_sandbox, images, kind) -> None:  # type: ignore[no-untyped-def]
     sandbox = await make_sandbox(images[kind], storage_mb=5)
     shell = await sandbox.shell()
@@ -260,6 +267,22 @@ async def test_sigint_and_job_groups_are_as_in_a_terminal(make_sandbox) -> None:
     assert (await shell.run("sleep 100 & kill -INT $!; wait $!")).exit_code == 130
     assert (await shell.run("sh -c 'trap \"kill 0\" EXIT; sleep 100 & exit 0'")).exit_code is not None
     assert (await shell.run("echo $x")).stdout == b"kept\n"
+
+
+@pytest.mark.parametrize("program", ["sh", "bash"])
+def test_a_signal_in_the_middle_of_what_another_asked_for_makes_no_condition_wrong(program: str) -> None:
+    script = _script("supervisor.sh")
+    functions = script[script.index("rc_on() {") : script.index("rc_say() {")]
+    command = f"""{functions}
+        work() {{ [ 5 -gt "$(kill -45 $$; echo 0)" ] && echo right; }}
+        rc_notes='' rc_noted_last=''
+        rc_on 44 work; rc_on 45 :
+        sleep 100 & rc_shell=$!
+        (kill -44 $$; exit 3)
+        [ -n "${{BASH_VERSION-}}" ] || rc_wait  # ends at once, for 45 came in between
+        kill $rc_shell"""
+    result = subprocess.run([program, "-c", command], capture_output=True, text=True, timeout=20)
+    assert result.stdout == "right\n", result.stderr
 
 
 @pytest.mark.parametrize("busy", ["1", ""])

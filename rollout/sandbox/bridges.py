@@ -23,9 +23,10 @@ from docker.types import IPAMConfig, IPAMPool
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox import firewall
 from rollcage.rollout.sandbox.engine import Engine
-from rollcage.rollout.sandbox.firewall import INTERNAL, PRIVATE, in_thread
+from rollcage.rollout.sandbox.firewall import INTERNAL, PRIVATE
 from rollcage.rollout.sandbox.reaper import DEADLINE_LABEL, HOST_LABEL
 from rollcage.rollout.sandbox.subnets import routes, subnets
+from rollcage.rollout.sandbox.threads import in_thread
 
 NETWORK_LIFE_SEC = 7 * 24 * 3600.0
 """A bridge outlives any host's run; past this it is left over and the reaper may take it, if it is unused."""

@@ -23,12 +23,12 @@ from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox import firewall
 from rollcage.rollout.sandbox.ceilings import ceilings
 from rollcage.rollout.sandbox.engine import Engine, is_local
-from rollcage.rollout.sandbox.firewall import in_thread
 from rollcage.rollout.sandbox.networks import LEASES_PER_BRIDGE
 from rollcage.rollout.sandbox.pool import capacity_of
 from rollcage.rollout.sandbox.reaper import DEADLINE_LABEL, HOST_LABEL
 from rollcage.rollout.sandbox.settings import SandboxSettings
 from rollcage.rollout.sandbox.subnets import Ranges, routes, subnets
+from rollcage.rollout.sandbox.threads import in_thread
 from rollcage.rollout.sandbox.traits import traits_of
 
 BASE_IMAGE = "debian:bookworm-slim"

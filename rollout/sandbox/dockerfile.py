@@ -24,7 +24,6 @@ KEYWORDS = HEREDOC_KEYWORDS | {
     "ARG", "CMD", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "MAINTAINER", "ONBUILD",
     "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
 }  # fmt: skip
-EXACTLY_ONE = frozenset({"MAINTAINER", "USER", "WORKDIR", "STOPSIGNAL"})
 
 _SPACES = re.compile(r"[\t\v\f\r ]+")
 _DIRECTIVE = re.compile(r"#\s*([a-zA-Z][a-zA-Z0-9]*)\s*=\s*(.+?)\s*$")

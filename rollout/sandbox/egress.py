@@ -23,7 +23,8 @@ from rollcage.rollout.allowlist import Allowlist, read_allowlist
 from rollcage.rollout.outcome import Evidence, SandboxError, TaskError
 from rollcage.rollout.sandbox import dns, firewall
 from rollcage.rollout.sandbox.bridges import Bridge
-from rollcage.rollout.sandbox.firewall import REFUSED, in_thread
+from rollcage.rollout.sandbox.firewall import REFUSED
+from rollcage.rollout.sandbox.threads import in_thread
 
 PORT = 53
 

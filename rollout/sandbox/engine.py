@@ -17,6 +17,7 @@ import urllib3
 from docker.errors import DockerException
 
 from rollcage.rollout.sandbox.faults import engine_fault
+from rollcage.rollout.sandbox.threads import to_its_end
 
 T = TypeVar("T")
 
@@ -55,12 +56,7 @@ class Engine:
         """
         work = asyncio.get_running_loop().run_in_executor(self._threads, request, self.api)
         try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait([work])
-            if not work.cancelled():
-                work.exception()
-            raise
+            return await to_its_end(work)
         except (DockerException, OSError, urllib3.exceptions.HTTPError) as error:
             raise engine_fault(error, doing) from error
 

@@ -21,8 +21,8 @@ from pathspec import GitIgnoreSpec
 
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox.engine import Engine
-from rollcage.rollout.sandbox.firewall import in_thread
 from rollcage.rollout.sandbox.link import Link
+from rollcage.rollout.sandbox.threads import in_thread
 
 SPOOL_BYTES = 8 << 20
 """A tar on its way in is kept in memory up to this size, then in a temporary file."""

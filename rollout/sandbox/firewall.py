@@ -20,7 +20,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import ipaddress
@@ -28,7 +27,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -191,18 +190,6 @@ def resolvers() -> list[str]:
         with suppress(ValueError, AttributeError):
             found += json.loads(DAEMON_JSON.read_text()).get("dns") or []
     return sorted({address for address in found if _is_resolver(address)})
-
-
-async def in_thread(function: Callable[..., T], *args: object) -> T:
-    """Run `function(*args)` in a thread, and wait for its end even when cancelled: it may have made something."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()
-        raise
 
 
 _REFUSE = [

@@ -77,9 +77,8 @@ QUIET_LOOKS = 5
 class Images:
     """The images of one engine.
 
-    `host` labels what its builds leave, and must not be shared by two of these at one time. `build_args` are
-    given to every build. `trust` and `proxies`: what its RUN steps get. `disk_gb`: see `image_gc.Collector`.
-    `pull_waits_sec`: see `PULL_WAITS_SEC`.
+    `host` labels what its builds leave, and must not be shared by two of these at one time. `trust` and `proxies`:
+    what its RUN steps get. `disk_gb`: see `image_gc.Collector`. `pull_waits_sec`: see `PULL_WAITS_SEC`.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Images:
         *,
         host: str | None = None,
         build_slots: int = 2,
-        build_args: Mapping[str, str] | None = None,
         trust: Trust | None = None,
         proxies: Proxies | None = None,
         disk_gb: float | None = None,
@@ -96,7 +94,6 @@ class Images:
     ) -> None:
         self.engine = engine
         self.host = host or f"images-{uuid.uuid4().hex[:12]}"
-        self.build_args = dict(build_args or {})
         self.trust = trust
         self.proxies = proxies or Proxies()
         self.collector = Collector(engine, disk_gb=disk_gb, is_held=self._is_needed)
@@ -144,7 +141,7 @@ class Images:
 
     async def _reference(self, environment: Environment, root: Path) -> str:
         digest = await _in_thread(self._context_digest, root, environment.dockerfile)
-        args = sorted({**self.build_args, **environment.build_args}.items())
+        args = sorted(environment.build_args.items())
         options = [LOWERING_VERSION, digest, environment.dockerfile, args, environment.target]
         options += [self._buildkit is not None, None if self.trust is None else self.trust.digest]
         return f"{REPOSITORY}:{hashlib.sha256(json.dumps(options).encode()).hexdigest()}"
@@ -239,7 +236,7 @@ class Images:
 
     def _args(self, environment: Environment) -> dict[str, str]:
         """Proxies are no part of an image's digest: no image keeps them."""
-        return {**self.proxies.variables(), **self.build_args, **environment.build_args}
+        return {**self.proxies.variables(), **environment.build_args}
 
     async def _clear(self, *, after: Build) -> None:
         """Remove what builds left unnamed. After a build that was ended the engine goes on for a moment: it ends

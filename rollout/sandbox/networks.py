@@ -39,10 +39,11 @@ from rollcage.rollout.sandbox.bridges import (
 )
 from rollcage.rollout.sandbox.egress import Egress, parse_allowed
 from rollcage.rollout.sandbox.engine import Engine
-from rollcage.rollout.sandbox.firewall import ALLOWLIST, INTERNAL, PRIVATE, SHARED, in_thread
+from rollcage.rollout.sandbox.firewall import ALLOWLIST, INTERNAL, PRIVATE, SHARED
 from rollcage.rollout.sandbox.reaper import remove_networks
 from rollcage.rollout.sandbox.seclusion import seclude
 from rollcage.rollout.sandbox.subnets import SMALL_PLACES, Ranges
+from rollcage.rollout.sandbox.threads import in_thread
 
 LEASES_PER_BRIDGE = 900
 

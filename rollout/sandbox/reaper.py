@@ -23,7 +23,7 @@ from docker.errors import APIError, NotFound
 
 from rollcage.rollout.sandbox import firewall
 from rollcage.rollout.sandbox.engine import Engine
-from rollcage.rollout.sandbox.firewall import in_thread
+from rollcage.rollout.sandbox.threads import in_thread
 
 HOST_LABEL = "rollcage.host"
 JOB_LABEL = "rollcage.job"

@@ -160,6 +160,12 @@ class SandboxHost:
                 await self._clear_up()
             except SandboxError as error:
                 self._emit(f"what dead hosts left could not be removed: {error}")
+            self._tell_failed_removals()
+
+    def _tell_failed_removals(self) -> None:
+        failed = self._pool.failed_removals
+        while failed:
+            self._emit(f"left to the reaper: {failed.pop(0)}")
 
     async def _check_networks(self) -> None:
         if self._spec.sandbox.insecure_network:
@@ -255,5 +261,6 @@ class SandboxHost:
         try:
             await self._pool.close()
         finally:
+            self._tell_failed_removals()
             self._engine.close()
             await asyncio.to_thread(self._copies.close)

@@ -20,6 +20,8 @@ from rollcage.cluster.scratch import TASKS, make_scratch, remove_scratch
 from rollcage.rollout.outcome import BuildError, Evidence, TaskError
 from rollcage.rollout.task import Task, load_task, task_digest
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 class TaskCopies:
     """The copies of one host, below the machine's directory for temporary files. Its calls are made in threads."""
@@ -83,11 +85,19 @@ def pack_task(task: Task) -> bytes:
 
 
 def _not_copied(task: Task, error: Exception) -> TaskError | BuildError:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if _is_full(error):
         said = f"no room in {tempfile.gettempdir()} for a copy of {task.name}"
-        return BuildError("disk_full", said, Evidence(f"{said}: {error.strerror}"))
+        return BuildError("disk_full", said, Evidence(f"{said}: {error}"))
     said = f"the files of {task.name} cannot be copied: {error}"
     return TaskError("task_malformed", said, Evidence(f"{task.path}: {said}", "task files"))
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, shutil.Error):
+        # Of each file that could not be copied, `copytree` keeps no more than the text of the error.
+        said = [str(why) for _, _, why in error.args[0]]
+        return any(why.startswith(f"[Errno {number}]") for why in said for number in _FULL)
+    return isinstance(error, OSError) and error.errno in _FULL
 
 
 def _remove(place: Path) -> None:

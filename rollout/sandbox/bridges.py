@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,11 @@ class Bridge:
     places: int
     leases: int = 0
     allowed: tuple[str, ...] = ()
-    ports: set[str] = field(default_factory=set)
+
+    @property
+    def addresses(self) -> int:
+        """How many containers it has addresses for."""
+        return self.subnet.num_addresses - 3
 
     @property
     def gateway(self) -> str:
@@ -74,7 +78,8 @@ async def make_bridge(
     for subnet in candidates:
         interface = f"{prefix}{kind}{secrets.token_hex(5)}"
         name = f"rollcage-{re.sub(r'[^a-zA-Z0-9_.-]', '-', host_id)}-{interface}"
-        bridge = Bridge(kind, name, interface, subnet, min(places, subnet.num_addresses - 3))
+        bridge = Bridge(kind, name, interface, subnet, places)
+        bridge.places = min(places, bridge.addresses)
         made: list[str] = []
         try:
             request = partial(_create, bridge=bridge, host_id=host_id, made=made)

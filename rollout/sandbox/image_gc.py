@@ -262,9 +262,14 @@ def _remove(api: Any, image: Stored) -> int:
         except APIError as error:
             if error.status_code in (403, 409):
                 return 0
-            raise
+            if _has(api, image.id):
+                raise  # and else it is what an engine answers to one of two that remove an image at a time
+    return 0 if _has(api, image.id) else 1
+
+
+def _has(api: Any, image_id: str) -> bool:
     try:
-        api.inspect_image(image.id)
+        api.inspect_image(image_id)
     except ImageNotFound:
-        return 1
-    return 0
+        return False
+    return True

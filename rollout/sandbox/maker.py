@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollcage.rollout.compose import MAIN, Service, has_internet, image_environment
-from rollcage.rollout.outcome import SandboxError
+from rollcage.rollout.outcome import Evidence, SandboxError
 from rollcage.rollout.sandbox.admission import Need
 from rollcage.rollout.sandbox.base import SandboxSpec
 from rollcage.rollout.sandbox.container import DockerSandbox, start_sandbox
@@ -28,6 +28,10 @@ UNLIMITED_MB = 256
 
 LEASE_SEC = 0.2
 """A lease that takes longer is one that somebody must give back first."""
+
+
+HOLDING_SEC = 300.0
+"""How long who holds a sandbox waits for the lease of another one: all who do could wait for each other for ever."""
 
 
 @dataclass
@@ -111,15 +115,26 @@ class Maker:
         memory, cpus = (sum(values) for values in zip(*((n.memory_mb, n.cpus) for n in needs), strict=True))
         return Need(min(memory, capacity.memory_mb), min(cpus, capacity.cpus))
 
-    async def make(self, wanted: Wanted, need: Need, *, name: str, attempt_id: str, life_sec: float) -> Held:
-        """A running sandbox that holds `need` and lives for `life_sec`. Raises `SandboxError` or `TaskError`."""
+    async def make(
+        self,
+        wanted: Wanted,
+        need: Need,
+        *,
+        name: str,
+        attempt_id: str,
+        life_sec: float,
+        holding: bool = False,
+    ) -> Held:
+        """A running sandbox that holds `need` and lives for `life_sec`. `holding`: it is for who holds one already,
+        and waits for a lease for `HOLDING_SEC` at most. Raises `SandboxError` or `TaskError`."""
         image, environment = wanted.image, wanted.environment
         spec = self._spec(wanted, name, attempt_id, life_sec)
         self.images.hold(image.id)
         try:
             if environment.compose is not None:
-                return await self._make_services(spec, wanted, need)
-            lease = await self._leased(self.networks.lease(wanted.mode, environment.allowed_hosts))
+                return await self._make_services(spec, wanted, need, holding)
+            asked = self.networks.lease(wanted.mode, environment.allowed_hosts, holding=holding)
+            lease = await self._leased(asked, holding)
             try:
                 sandbox = await self._start(spec, lease, image.user)
             except BaseException:
@@ -140,16 +155,17 @@ class Maker:
             raise
         return sandbox
 
-    async def _make_services(self, spec: SandboxSpec, wanted: Wanted, need: Need) -> Held:
+    async def _make_services(self, spec: SandboxSpec, wanted: Wanted, need: Need, holding: bool) -> Held:
         """A task's several containers, on a network of their own."""
         image, environment = wanted.image, wanted.environment
         services = self._services(environment)
         images = await self._service_images(services, environment, spec.name)
         if len(services) == 1:
-            lease = await self._leased(self.networks.lease(wanted.mode, environment.allowed_hosts))
+            asked = self.networks.lease(wanted.mode, environment.allowed_hosts, holding=holding)
         else:
             internet = wanted.mode == "public" and has_internet(environment, services)
-            lease = await self._leased(self.networks.lease_private(internet))
+            asked = self.networks.lease_private(internet)
+        lease = await self._leased(asked, holding)
         main = services[MAIN]
         spec = replace(
             spec,
@@ -202,13 +218,19 @@ class Maker:
                 raise one
         return {name: one for name, one in zip(services, made, strict=True) if isinstance(one, BuiltImage)}
 
-    async def _leased(self, asked: Coroutine[Any, Any, NetworkLease]) -> NetworkLease:
+    async def _leased(self, asked: Coroutine[Any, Any, NetworkLease], holding: bool) -> NetworkLease:
         leasing = asyncio.ensure_future(asked)
         try:
             await asyncio.wait({leasing}, timeout=LEASE_SEC)
             if not leasing.done():
                 self._give_way()
+                await asyncio.wait({leasing}, timeout=HOLDING_SEC if holding else None)
+            if not leasing.done():
+                leasing.cancel()
                 await asyncio.wait({leasing})
+            if leasing.cancelled():
+                said = f"no network for another sandbox of an attempt within {HOLDING_SEC:.0f} s: others hold all"
+                raise SandboxError("network_pool", said, Evidence(said, "rollcage"))
             return leasing.result()
         except asyncio.CancelledError:
             leasing.cancel()

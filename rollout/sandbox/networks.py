@@ -47,6 +47,9 @@ from rollcage.rollout.sandbox.threads import in_thread
 
 LEASES_PER_BRIDGE = 900
 
+MOST_LEASES = 1000
+"""On a bridge, with those of sandboxes that belong to another one: see `lease`."""
+
 SMALL_NETWORKS = 256
 """Small networks of one host at most: each is a bridge and some rules of the engine's own, which every packet of
 its machine passes."""
@@ -184,15 +187,27 @@ class Networks:
             async with self._owning.line():
                 await self._make_allowlist(())
 
-    async def lease(self, mode: str, allowed_hosts: Sequence[str] = ()) -> NetworkLease:
+    async def lease(
+        self, mode: str, allowed_hosts: Sequence[str] = (), *, holding: bool = False
+    ) -> NetworkLease:
         """A place on a network for `public` and `allowlist`, none for `none` and `no-network`; waits where all
-        places are taken.
+        places are taken. `holding`: for who holds a sandbox and needs another; a shared bridge takes it past
+        `leases_per_bridge`, up to `MOST_LEASES`.
 
         Raises `TaskError` (`unsupported`) for another mode and for an allowlist that cannot be kept, and
         `SandboxError` where the engine fails for another reason than that it has no room, or rules cannot be set.
         """
         if mode in ("none", "no-network"):
             return NONE
+        if mode == "public" and holding and (bridge := self._shared_beyond()) is not None:
+            bridge.leases += 1
+            lease = NetworkLease(bridge.name)
+            try:
+                await self._keep_rules()
+            except BaseException:
+                self.release(lease)
+                raise
+            return lease
         if mode == "public":
             async with self._sharing.line():
                 bridge = await self._sharing.until(self._shared_with_room, self._make_shared)
@@ -274,6 +289,9 @@ class Networks:
 
     def _shared_with_room(self) -> Bridge | None:
         return next((bridge for bridge in self._bridges if bridge.leases < bridge.places), None)
+
+    def _shared_beyond(self) -> Bridge | None:
+        return next((one for one in self._bridges if one.leases < min(MOST_LEASES, one.addresses)), None)
 
     async def _make_shared(self) -> bool:
         free = self.ranges.free_for_bridge(await used_subnets(self.engine))

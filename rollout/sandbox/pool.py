@@ -95,7 +95,8 @@ class SandboxPool:
         least_sec: float = 0.0,
     ) -> Sandbox:
         """A running sandbox of `image`, that lives for the deadline of the settings and for `least_sec` at least.
-        Waits for room, except in another role than `main`: who holds a sandbox does not wait for a second one.
+        Waits for room, except in another role than `main`: who holds a sandbox does not wait for a second one, but
+        for its network where no shared bridge takes one more, and then not for ever.
         Raises `SandboxError` or `TaskError`."""
         wanted = Wanted(image, environment, network_mode or environment.network_mode)
         life_sec = max(self.settings.deadline_sec, least_sec)
@@ -114,7 +115,9 @@ class SandboxPool:
                 self.images.let_go(image.id)
                 self.waiting -= 1
             self.cold_starts += 1
-            held = await self._make(admission, wanted, need, name, attempt_id, life_sec)
+            held = await self._make(
+                admission, wanted, need, name, attempt_id, life_sec, holding=role != "main"
+            )
         self._held[held.sandbox.id] = held
         return held.sandbox
 
@@ -157,11 +160,21 @@ class SandboxPool:
     # Making and unmaking
 
     async def _make(
-        self, admission: Admission, wanted: Wanted, need: Need, name: str, attempt_id: str, life_sec: float
+        self,
+        admission: Admission,
+        wanted: Wanted,
+        need: Need,
+        name: str,
+        attempt_id: str,
+        life_sec: float,
+        *,
+        holding: bool = False,
     ) -> Held:
         """Make a sandbox for which `need` has been admitted; gives that back where it fails."""
         try:
-            return await self._maker.make(wanted, need, name=name, attempt_id=attempt_id, life_sec=life_sec)
+            return await self._maker.make(
+                wanted, need, name=name, attempt_id=attempt_id, life_sec=life_sec, holding=holding
+            )
         except BaseException:
             admission.release(need)
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox.engine import Engine
@@ -36,7 +37,6 @@ class StorageWatch:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.exceeded = False
-        self.error: SandboxError | None = None
         self._engine = engine
         self._id = container_id
         self._stop_processes = stop_processes
@@ -50,20 +50,19 @@ class StorageWatch:
 
     async def _watch(self) -> None:
         interval = self._first_sec
-        try:
-            while not self.exceeded:
-                await asyncio.sleep(interval)
-                began = time.monotonic()
-                before, self.used_bytes = self.used_bytes, await self._measure()
-                if self.used_bytes > self.limit_bytes:
+        while True:
+            await asyncio.sleep(interval)
+            began, before = time.monotonic(), self.used_bytes
+            # An engine that fails now may answer the next time; of a sandbox that is gone, whoever uses it is told.
+            with suppress(SandboxError):
+                self.used_bytes = await self._measure()
+                if self.exceeded or self.used_bytes > self.limit_bytes:
                     self.exceeded = True
                     await self._stop_processes()
-                grown = self.used_bytes - before > self.limit_bytes // 100
-                interval = SHORTEST_SEC if grown else min(LONGEST_SEC, 2 * interval)
-                interval = max(interval, COST_RATIO * (time.monotonic() - began))
-        except SandboxError as error:
-            # A sandbox that is gone says so to whoever uses it; here it only ends the watch.
-            self.error = error
+                    return
+            grown = self.used_bytes - before > self.limit_bytes // 100
+            interval = SHORTEST_SEC if grown else min(LONGEST_SEC, 2 * interval)
+            interval = max(interval, COST_RATIO * (time.monotonic() - began))
 
     async def _measure(self) -> int:
         """Bytes in the container's writable layer."""

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from rollcage.cluster.host import HostSpec, SandboxHost
 from rollcage.cluster.scratch import remove_abandoned
 from rollcage.cluster.task_copies import TaskCopies, pack_task
-from rollcage.rollout.outcome import Outcome, SandboxError
+from rollcage.rollout.outcome import BuildError, Outcome, SandboxError
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.sandbox.pool import SandboxSettings
 from rollcage.rollout.task import Task, load_task
@@ -129,6 +130,32 @@ async def test_a_runtime_that_the_engine_lacks_ends_the_job_before_it_begins(run
     host = SandboxHost(HostSpec("test-host", SandboxSettings(runtime=runtime)))
     with pytest.raises(SandboxError, match=rf"no runtime '{runtime}' \(it has .*runc"):
         await host.open()
+
+
+def test_no_room_for_a_copy_is_the_disks_fault_and_not_the_tasks(
+    tmp_path: Path, write_task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(small))
+        root = write_task("tasks/one")
+        (root / "tests/data").mkdir()
+        (root / "tests/data/large").write_bytes(bytes(1 << 20))
+        task = load_task(root)
+        copies = TaskCopies()
+        for files in (None, pack_task(task)):
+            with pytest.raises(BuildError) as raised:
+                copies.take(task, files)
+            assert raised.value.error_class == "disk_full"
+        copies.close()
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
 
 
 def test_copies_of_a_host_that_was_killed_are_removed_by_the_next(

@@ -13,6 +13,7 @@ import pytest
 
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox import container as container_module
+from rollcage.rollout.sandbox import storage as storage_module
 from rollcage.rollout.sandbox.base import SandboxSpec
 from rollcage.rollout.sandbox.container import DockerSandbox, start_sandbox
 from rollcage.rollout.sandbox.engine import Engine
@@ -213,6 +214,27 @@ async def test_too_much_written_stops_the_processes_and_is_noted(
     assert result.shell_replaced
     assert sandbox.storage_exceeded
     assert (await shell.run("rm /tmp/?; echo on")).stdout == b"on\n"
+
+
+async def test_an_engine_that_fails_once_does_not_end_the_watch_on_storage(
+    engine: Engine, make_sandbox: MakeSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_module, "SHORTEST_SEC", 0.2)
+    sandbox = await make_sandbox()
+    shell = await sandbox.shell()
+    stops: list[str] = []
+
+    async def stop() -> None:
+        stops.append("asked")
+        if len(stops) == 1:
+            raise SandboxError("docker_timeout", "the engine is busy")
+        await sandbox.clear()
+
+    watch = StorageWatch(engine, sandbox.id, 1 << 20, stop, first_sec=0.2)
+    result = await shell.run("head -c 2000000 /dev/zero >/tmp/1; sleep 1000", timeout=60)
+    assert result.shell_replaced
+    await watch.stop()
+    assert (watch.exceeded, len(stops)) == (True, 2)
 
 
 async def test_one_program_apart_from_the_shell(sandbox: DockerSandbox) -> None:

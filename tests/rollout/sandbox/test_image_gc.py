@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
+from docker.errors import APIError, ImageNotFound
 
 from rollcage.rollout.outcome import BuildError
 from rollcage.rollout.sandbox import image_gc, pulls
@@ -233,6 +235,29 @@ async def test_two_hosts_may_collect_at_once(engine: Engine, tmp_path: Path) -> 
     hosts = [host(engine, disk_mb=0.001) for _ in range(2)]
     await asyncio.gather(*(one.collector.keep_within_budget() for one in hosts))
     assert tags(engine) == {IMAGE}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_engine_that_stumbles_over_a_second_removal_is_no_fault(is_there: bool) -> None:
+    class Stumbles:
+        """As moby's image/store.go, Delete, does to one of two."""
+
+        def remove_image(self, name: str) -> None:
+            response = requests.Response()
+            response.status_code = 500
+            raise APIError("500", response, f"unrecognized image ID {name}")
+
+        def inspect_image(self, name: str) -> dict[str, str]:
+            if not is_there:
+                raise ImageNotFound(name)
+            return {"Id": name}
+
+    image = Stored("sha256:1", "", 1, ("rollcage/env:1", "rollcage/env:2"), True)
+    if is_there:
+        with pytest.raises(APIError):
+            image_gc._remove(Stumbles(), image)
+    else:
+        assert image_gc._remove(Stumbles(), image) == 1
 
 
 @pytest.mark.docker

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -107,6 +106,20 @@ async def test_one_who_stops_waiting_takes_nothing(engine: Engine, host: str) ->
     networks.release(held)
     assert (await asyncio.wait_for(second, 10)).name == held.name
     assert networks.leases == 1
+
+
+async def test_who_holds_a_place_gets_another_past_those_who_wait(engine: Engine, host: str) -> None:
+    networks = Networks(engine, host, cidr="10.233.248.0/22", leases_per_bridge=1)
+    held = await networks.lease("public")
+    waiting = asyncio.create_task(networks.lease("public"))
+    await asyncio.wait([waiting], timeout=0.5)
+    second = await asyncio.wait_for(networks.lease("public", holding=True), 10)
+    assert (second.name, networks.leases) == (held.name, 2)
+    networks.release(second)
+    await asyncio.wait([waiting], timeout=0.5)
+    assert not waiting.done()
+    networks.release(held)
+    assert (await asyncio.wait_for(waiting, 10)).name == held.name
 
 
 async def test_two_hosts_on_one_engine_keep_apart(engine: Engine, host: str) -> None:
@@ -311,7 +324,7 @@ async def test_what_a_killed_host_leaves_is_removed_with_its_rules(
     assert len(left) == 3
     interfaces = [network["Options"]["com.docker.network.bridge.name"] for network in left]
     assert any(f"ROLLCAGE-{name}" in rules() for name in interfaces)
-    assert (await reap(engine, host=host, job=None, now=time.time())).networks == 3
+    assert (await reap(engine, host=host, job=None, now=0)).networks == 3
     assert of(engine, host) == []
     assert not any(name in rules() for name in interfaces)
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox import container as container_module
+from rollcage.rollout.sandbox import maker as maker_module
 from rollcage.rollout.sandbox import pool as pool_module
 from rollcage.rollout.sandbox import warm as warm_module
 from rollcage.rollout.sandbox.engine import Engine
@@ -76,7 +78,7 @@ async def make_pool(engine: Engine) -> AsyncIterator[MakePool]:
 
     yield make
     for pool in pools:
-        assert (await pool.close()).containers == 0
+        await pool.close()
         assert await pool.containers() == []
 
 
@@ -191,6 +193,24 @@ class TestRoom:
         await pool.get()
         async with asyncio.timeout(30):
             await pool.get(role="verifier1")
+
+    async def test_verifiers_sandboxes_do_not_wait_for_each_others_networks(
+        self, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(maker_module, "HOLDING_SEC", 0.5)
+        pool = await make_pool(network_cidr="10.233.247.0/26")  # two small networks
+        lists = [
+            dataclasses.replace(ENVIRONMENT, network_mode="allowlist", allowed_hosts=(f"192.0.2.{number}",))
+            for number in range(3)
+        ]
+        held = [await pool.get(environment) for environment in lists[:2]]
+        with pytest.raises(SandboxError) as raised:
+            await pool.get(lists[2], role="verifier1")
+        assert raised.value.error_class == "network_pool"
+        await pool.release(held[0])
+        await pool.drained()
+        async with asyncio.timeout(60):
+            await pool.get(lists[2], role="verifier1")
 
     async def test_a_start_that_fails_gives_its_room_back(self, make_pool: MakePool) -> None:
         pool = await make_pool(admit_memory_mb=64)

@@ -118,9 +118,9 @@ async def collect_garbage(
     docker_host: str | None, *, job: str | None, everything: bool, images: bool
 ) -> dict[str, int]:
     """Remove what is past its deadline, and all of hosts whose process on this machine is dead; or all of a job's,
-    or all of ours. Counts by kind. Raises `CouldNotRun`, and `InputError` for a job that has nothing there."""
+    or all of ours. Counts by kind, `stuck_networks` among them: what the engine would not remove. Raises `CouldNotRun`, and `InputError` for a job that has nothing there."""
     from rollcage.rollout.sandbox.engine import Engine
-    from rollcage.rollout.sandbox.reaper import hosts_of, reap, reap_dead
+    from rollcage.rollout.sandbox.reaper import hosts_of, reap, reap_dead, stuck_networks
 
     now = float("inf") if everything else time.time()
     counts: Counter[str] = Counter(containers=0, networks=0, images=0)
@@ -142,4 +142,4 @@ async def collect_garbage(
             engine.close()
     except SandboxError as error:
         raise CouldNotRun.because(error) from error
-    return dict(counts)
+    return {**counts, "stuck_networks": stuck_networks()}

@@ -265,7 +265,13 @@ def gc(
     if as_json:
         _print_json(removed)
     else:
+        stuck = removed.pop("stuck_networks")
         out.print("removed: " + ", ".join(f"{count} {name}" for name, count in removed.items()))
+        if stuck:
+            out.print(
+                f"left: {stuck} network(s) whose endpoints the engine has lost count of (moby issue 42119): "
+                "restart it when nothing runs"
+            )
 
 
 @config_app.command("schema")

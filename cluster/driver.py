@@ -248,11 +248,17 @@ class Driver:
     async def _steer(self) -> None:
         """Tell the hosts what comes next, so that they start sandboxes ahead, and give them no more than they can
         hold."""
-        while True:
-            await asyncio.gather(
-                *(self._steer_host(host) for name, host in self._hosts.items() if name not in self._lost)
-            )
-            await asyncio.sleep(STEER_SEC)
+        asked: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for name, host in self._hosts.items():
+                    if name not in self._lost and (name not in asked or asked[name].done()):
+                        asked[name] = asyncio.create_task(self._steer_host(host))
+                await asyncio.sleep(STEER_SEC)
+        finally:
+            for task in asked.values():
+                task.cancel()
+            await asyncio.gather(*asked.values(), return_exceptions=True)
 
     async def _steer_host(self, host: HostClient) -> None:
         coming = () if self._stopping else self._scheduler.coming(host.name, self._plan.warm)

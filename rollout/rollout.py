@@ -116,7 +116,7 @@ async def run_attempt(
         started_at=time.time(),
         trajectory=Trajectory(),
     )
-    run = _Run(attempt, spec, pool, verifier, policy, emit)
+    run = _Run(attempt, spec, pool, verifier, policy, emit, keep)
     work = asyncio.ensure_future(run.to_reward())
     await _ended(work, cancel=True)
     try:
@@ -127,7 +127,7 @@ async def run_attempt(
         run.end_with(Cancelled())
     except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
         run.end_with(_unknown(error))
-    await _ended(asyncio.ensure_future(run.tear_down(keep)), cancel=False)
+    await _ended(asyncio.ensure_future(run.tear_down()), cancel=False)
     _redact(attempt, redactor(spec.task, pool.settings.environ))
     attempt.ended_at = time.time()
     return attempt
@@ -162,8 +162,10 @@ class _Run:
     verifier: Verifies
     policy: Policy | None
     emit: Callable[[str], None]
+    keep: bool
     stage: Stage = Stage.LOAD
     sandboxes: list[Sandbox] = field(default_factory=list)
+    verifiers: int = 0
     session: PolicySession | None = None
     stops: list[RolloutError] = field(default_factory=list)
     """What has stopped the agent by its own doing, in the order in which it happened."""
@@ -268,17 +270,23 @@ class _Run:
         if own is None:
             return await self.verifier.verify(sandbox, task, step)
         image = await self.pool.image(own, f"{task.name} (verifier)")
+        self.verifiers += 1
         verifier_sandbox = await self.pool.acquire(
             image,
             own,
             attempt_id=self.spec.attempt_id,
-            role=f"verifier{len(self.sandboxes)}",
+            role=f"verifier{self.verifiers}",
             network_mode=step.verifier.network_mode,
             least_sec=2 * step.verifier.timeout_sec,
         )
         self.sandboxes.append(verifier_sandbox)
         await wait_until_healthy(verifier_sandbox, own.healthcheck)
-        return await self.verifier.verify_separate(sandbox, verifier_sandbox, task, step)
+        reward = await self.verifier.verify_separate(sandbox, verifier_sandbox, task, step)
+        if not self.keep:
+            # A task of many steps would hold as many sandboxes.
+            self.sandboxes.remove(verifier_sandbox)
+            await self.pool.release(verifier_sandbox)
+        return reward
 
     def end(self, reward: Reward) -> None:
         """End the attempt with a reward that counts; what stopped the agent first is its error class."""
@@ -314,11 +322,11 @@ class _Run:
         evidence = self.attempt.evidence or Evidence()
         self.attempt.evidence = replace(evidence, also=(*evidence.also, text)).capped()
 
-    async def tear_down(self, keep: bool) -> None:
+    async def tear_down(self) -> None:
         """Release everything, each within `TEARDOWN_SEC`; what fails is evidence and left to the reaper."""
         started = time.monotonic()
         work: list[Awaitable[None]] = [] if self.session is None else [self.session.close()]
-        work += [] if keep else [self.pool.release(sandbox) for sandbox in self.sandboxes]
+        work += [] if self.keep else [self.pool.release(sandbox) for sandbox in self.sandboxes]
         limited = (asyncio.wait_for(one, TEARDOWN_SEC) for one in work)
         for error in await asyncio.gather(*limited, return_exceptions=True):
             if error is not None:

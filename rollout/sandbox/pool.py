@@ -75,6 +75,7 @@ class SandboxPool:
         self._expected: dict[str, tuple[Wanted, float]] = {}
         self._held: dict[str, Held] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._removals = asyncio.Semaphore(MOST_REMOVALS)
         self._admission: Admission | None = None
         self._opening = asyncio.Lock()
 
@@ -193,7 +194,7 @@ class SandboxPool:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(REMOVAL_SEC):
+                    async with self._removals, asyncio.timeout(REMOVAL_SEC):
                         await held.remove()
                     return
                 except (SandboxError, TimeoutError, OSError) as error:
@@ -212,9 +213,12 @@ class SandboxPool:
 
     async def _start_ahead(self, key: Any) -> Held | None:
         admission = await self._admitting()
-        if key not in self._expected or self.waiting:
+        network = self.networks.capacity()
+        if key not in self._expected or self.waiting or network.waiting:
             return None
         wanted, least_sec = self._expected[key]
+        if wanted.mode == "public" and network.leases >= network.leases_possible:
+            return None
         need = self._maker.need(wanted.environment, admission.capacity)
         if not admission.admit_now(need):
             return None

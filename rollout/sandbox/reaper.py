@@ -55,6 +55,10 @@ CLOCK_SEC = 5
 _NAME = re.compile(r"(.*)-(\d+)-([0-9a-f]+)-[0-9a-f]{4}")
 
 
+_stuck: set[str] = set()
+"""Ids of networks: see `stuck_networks`."""
+
+
 @dataclass(frozen=True)
 class Reaped:
     """How many of each were removed."""
@@ -124,7 +128,8 @@ async def dead_hosts(engine: Engine) -> set[str]:
     ours, built = {"label": HOST_LABEL}, {"label": BUILD_LABEL}
 
     def look(api: Any) -> list[Mapping[str, str]]:
-        found = [*api.containers(all=True, filters=ours), *api.networks(filters=ours)]
+        networks = [one for one in api.networks(filters=ours) if one["Id"] not in _stuck]
+        found = [*api.containers(all=True, filters=ours), *networks]
         found += api.volumes(filters=ours).get("Volumes") or []
         labels: list[Mapping[str, str]] = [one.get("Labels") or {} for one in found]
         # A sandbox has its image's labels too, and that image may be another host's, which is long gone.
@@ -252,7 +257,18 @@ def _remove_volume(name: str, api: Any) -> None:
 
 
 def _remove_network(network_id: str, api: Any) -> None:
-    api.remove_network(network_id)
+    try:
+        api.remove_network(network_id)
+    except APIError as error:
+        if error.status_code == 403 and not api.inspect_network(network_id).get("Containers"):
+            _stuck.add(network_id)
+        raise
+
+
+def stuck_networks() -> int:
+    """How many networks this process has met that the engine will not remove, though nothing is attached to them: it
+    has lost count of their endpoints (https://github.com/moby/moby/issues/42119), and counts anew when it starts."""
+    return len(_stuck)
 
 
 def _remove_image(image: str, api: Any) -> None:

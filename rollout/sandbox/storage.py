@@ -49,17 +49,18 @@ class StorageWatch:
         await asyncio.wait([self._task])
 
     async def _watch(self) -> None:
-        interval = self._first_sec
+        interval, allowed = self._first_sec, self.limit_bytes
         while True:
             await asyncio.sleep(interval)
             began, before = time.monotonic(), self.used_bytes
             # An engine that fails now may answer the next time; of a sandbox that is gone, whoever uses it is told.
             with suppress(SandboxError):
                 self.used_bytes = await self._measure()
-                if self.exceeded or self.used_bytes > self.limit_bytes:
+                if self.used_bytes > allowed:
                     self.exceeded = True
                     await self._stop_processes()
-                    return
+                    # What is there may stay, for the verifier's sake; who goes on writing is stopped again.
+                    allowed = self.used_bytes + self.limit_bytes // 10
             grown = self.used_bytes - before > self.limit_bytes // 100
             interval = SHORTEST_SEC if grown else min(LONGEST_SEC, 2 * interval)
             interval = max(interval, COST_RATIO * (time.monotonic() - began))

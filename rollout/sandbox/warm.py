@@ -63,7 +63,7 @@ class Stock(Generic[T]):
         """These are wanted next, in this order, one for each time that a key is named."""
         self._wanted = list(keys)
         self._changed.set()
-        if self._keeper is None and keys:
+        if keys and (self._keeper is None or self._keeper.done()):
             self._keeper = asyncio.create_task(self._keep())
 
     async def take(self, key: Hashable, fit: Callable[[T], bool] = lambda _held: True) -> T | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 import uuid
@@ -11,6 +12,8 @@ from typing import Any
 
 import docker
 import pytest
+import requests
+from docker.errors import APIError
 
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.reaper import (
@@ -25,6 +28,7 @@ from rollcage.rollout.sandbox.reaper import (
     reap,
     reap_dead,
     remove_dangling_images,
+    stuck_networks,
 )
 
 pytestmark = pytest.mark.docker
@@ -159,6 +163,32 @@ async def test_a_network_in_use_is_left_for_later(yard: Yard) -> None:
     assert yard.left() == {network, guest}
     yard.api.remove_container(guest, force=True)
     assert await reap(yard.engine, host=yard.host, job=None, now=0) == Reaped(networks=1)
+
+
+async def test_a_network_whose_endpoints_the_engine_miscounts_is_told_of_and_looked_at_once(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's own answer, seen after 1,000 containers were removed from one bridge: nothing is attached, and yet
+    it has active endpoints."""
+    dead = f"{socket.gethostname()[:40]}-999999999-1-abcd"
+    network = yard.network(host=dead)
+    remove = yard.api.remove_network
+
+    def refuse(network_id: str) -> None:
+        if network_id == network:
+            answer = requests.Response()
+            answer.status_code = 403
+            raise APIError("has active endpoints", response=answer, explanation="has active endpoints")
+        remove(network_id)
+
+    monkeypatch.setattr(yard.api, "remove_network", refuse)
+    before = stuck_networks()
+    assert dead in await dead_hosts(yard.engine)
+    await reap(yard.engine, host=dead, job=None, now=0)
+    assert stuck_networks() == before + 1
+    assert dead not in await dead_hosts(yard.engine)
+    monkeypatch.undo()
+    yard.api.remove_network(network)
 
 
 async def test_unfinished_images_go_and_named_ones_stay(yard: Yard) -> None:

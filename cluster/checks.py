@@ -35,7 +35,7 @@ def check_tasks(paths: Sequence[str]) -> list[dict[str, Any]]:
                 "task": task.name if task else path.name,
                 "digest": task.digest if task else None,
                 "problems": [asdict(problem) for problem in problems],
-                "warnings": [asdict(warning) for warning in near_misses(path)],
+                "warnings": [asdict(warning) for warning in (*near_misses(path), *_shut(path, task))],
             }
         )
     return checked
@@ -59,6 +59,26 @@ def _image_problems(path: Path, task: Task | None) -> list[Problem]:
                 said = f"cannot be read: {error.strerror}"
                 found.append(Problem(str(error.filename or one.context), None, said, "make it readable"))
     return list(dict.fromkeys(found))
+
+
+def _shut(path: Path, task: Task | None) -> list[Problem]:
+    """Entries of a task's allowlists of which private ranges stay shut."""
+    from rollcage.rollout.sandbox.egress import not_internet
+
+    if task is None:
+        return []
+    policies: list[Any] = [task.environment, *(step.verifier for step in task.steps)]
+    policies += [one.environment for one in policies[1:] if one.environment is not None]
+    entries = {host for one in policies for host in one.allowed_hosts or ()}
+    return [
+        Problem(
+            str(path / "task.toml"),
+            None,
+            f"allowed_hosts has {network}, and {', '.join(ranges)} is not the internet: what overlaps stays shut",
+            "write what is needed of the internet; a job opens private ranges with sandbox.network.allow_private",
+        )
+        for network, ranges in not_internet(sorted(entries)).items()
+    ]
 
 
 def import_tasks(source: Path, target: Path, *, overwrite: bool) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from rollcage.cluster.decisions import Assignment, Preparation, RolloutEnd, RolloutKey, TaskKey
@@ -93,7 +93,9 @@ class Driver:
         )
         self._group_size = {agent.label: agent.samples for agent in plan.agents}
         self._last: dict[RolloutKey, Attempt] = {}
-        self._evidence: dict[TaskKey, Evidence] = {broken.key: broken.evidence for broken in plan.broken}
+        self._evidence: dict[TaskKey, Evidence] = {
+            broken.key: broken.evidence.mapped(progress.redact) for broken in plan.broken
+        }
         self._work: set[asyncio.Task[None]] = set()
         self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -213,7 +215,7 @@ class Driver:
         try:
             await self._ledger.record_attempt(attempt)
         except UNWRITABLE as error:
-            attempt = without_content(attempt, error)
+            attempt = self._without_content(attempt, error)
             await self._ledger.record_attempt(attempt)
         end = self._scheduler.ended(
             assignment.attempt_id,
@@ -236,14 +238,17 @@ class Driver:
             return await call
         except HostLost as lost:
             self._lose(host)
-            return _Fault(lost.error_class, Evidence(str(lost), "rollcage").capped())
+            return self._fault(lost.error_class, Evidence(str(lost), "rollcage"))
         except asyncio.CancelledError as error:
             me = asyncio.current_task()
             if me is None or me.cancelling():
                 raise
-            return _Fault("internal_error", unknown(error))  # nobody cancelled this call but the host itself
+            return self._fault("internal_error", unknown(error))  # nobody cancelled it but the host itself
         except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
-            return _Fault("internal_error", unknown(error))
+            return self._fault("internal_error", unknown(error))
+
+    def _fault(self, error_class: str, evidence: Evidence) -> _Fault:
+        return _Fault(error_class, evidence.mapped(self._progress.redact))
 
     async def _steer(self) -> None:
         """Tell the hosts what comes next, so that they start sandboxes ahead, and give them no more than they can
@@ -351,7 +356,12 @@ class Driver:
         try:
             await self._ledger.record_rollout(attempt, end.attempts, group_size)
         except UNWRITABLE as error:
-            await self._ledger.record_rollout(without_content(attempt, error), end.attempts, group_size)
+            attempt = self._without_content(attempt, error)
+            await self._ledger.record_rollout(attempt, end.attempts, group_size)
+
+    def _without_content(self, attempt: Attempt, error: Exception) -> Attempt:
+        bare = without_content(attempt, error)
+        return replace(bare, evidence=bare.evidence and bare.evidence.mapped(self._progress.redact))
 
     # Quarantine
 

@@ -24,7 +24,7 @@ from rollcage.rollout.sandbox.images import BuiltImage
 from rollcage.rollout.sandbox.pool import Expected, SandboxPool, SandboxSettings
 from rollcage.rollout.sandbox.reaper import host_name, reap, reap_dead
 from rollcage.rollout.sandbox.traits import check_runtime, engine_traits
-from rollcage.rollout.task import Task
+from rollcage.rollout.task import Task, redactor
 from rollcage.rollout.trajectory import Attempt
 from rollcage.verifier.verify import TestsVerifier
 
@@ -181,29 +181,30 @@ class SandboxHost:
 
     async def prepare(self, task: Task, files: bytes | None = None) -> Prepared:
         """Make the task's images here. `files` is a tar of the task's directory, needed where this machine
-        does not have the same files at the same path."""
-        local = self._tasks.get(task.digest)
-        if local is None:
-            try:
-                local = await asyncio.to_thread(self._copies.take, task, files)
-            except RolloutError as error:
-                return Prepared(error_class=error.error_class, evidence=error.evidence)
-            if local is None:
-                return Prepared(wants_files=True)
-            self._tasks[task.digest] = local
-            self._note_cpus(local)
+        does not have the same files at the same path. Values of the host's variables are not in what it says."""
         try:
-            self._images[task.digest] = await self._pool.image(local.environment, task.name)
-            for step in local.steps:
-                if step.verifier.environment is not None:
-                    await self._pool.image(step.verifier.environment, f"{task.name} (verifier)")
+            return Prepared(wants_files=not await self._prepare(task, files))
         except RolloutError as error:
             return Prepared(
                 error_class=error.error_class,
-                evidence=error.evidence,
+                evidence=error.evidence.mapped(redactor(task, self._spec.sandbox.environ)),
                 retry_after_sec=error.retry_after_sec,
             )
-        return Prepared()
+
+    async def _prepare(self, task: Task, files: bytes | None) -> bool:
+        """Returns False where the files are wanted. Raises `RolloutError`."""
+        local = self._tasks.get(task.digest)
+        if local is None:
+            local = await asyncio.to_thread(self._copies.take, task, files)
+            if local is None:
+                return False
+            self._tasks[task.digest] = local
+            self._note_cpus(local)
+        self._images[task.digest] = await self._pool.image(local.environment, task.name)
+        for step in local.steps:
+            if step.verifier.environment is not None:
+                await self._pool.image(step.verifier.environment, f"{task.name} (verifier)")
+        return True
 
     def _note_cpus(self, task: Task) -> None:
         wanted, there = task.environment.cpus, self._traits.cpus

@@ -2,6 +2,7 @@
 
 All of them clean up. Ray's own processes do not see a terminal's Ctrl-C, so hosts and policies are there for
 that; a SIGTERM to the whole process group ends them with this process, which then does it by itself.
+What must not be cut short, Ray's own start and end, is waited for in `Interrupts.held`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import asyncio
 import signal
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+TAKE_BACK_SEC = 0.02
+"""How long a signal may be another's, where that one has taken it."""
+
 
 class Interrupts:
-    """Inside the block a signal cancels the block's task, or does what `then` says. Enter it in a coroutine, and
-    after Ray has started, which takes SIGTERM for itself. `count` is how many signals came."""
+    """Inside the block a signal cancels the block's task, or does what `then` says. Enter it in a coroutine.
+    `count` is how many signals came."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         task = asyncio.current_task()
@@ -30,11 +36,32 @@ class Interrupts:
         """From now on a signal calls `call_off` instead; the first one says `first`."""
         self._call_off, self._first = call_off, first
 
+    async def held(self, work: asyncio.Future[T]) -> T:
+        """What `work` gives, waited for to its end: a signal meanwhile is told at once and calls off then.
+
+        Ray takes SIGTERM in C where it starts, and gives it back to the kernel where it ends, so it is taken
+        again and again.
+        """
+        call_off, before = self._call_off, self.count
+        self._call_off = lambda: None
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=TAKE_BACK_SEC)
+                self._take()
+        finally:
+            self._call_off = call_off
+        if self.count > before:
+            call_off()
+        return work.result()
+
     def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._take()
+        return self
+
+    def _take(self) -> None:
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._interrupted, number)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

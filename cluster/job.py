@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,14 +25,18 @@ from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import JobPlan
-from rollcage.cluster.plan_tasks import host_spec, make_plan
+from rollcage.cluster.plan_tasks import host_spec, make_plan, named_env
 from rollcage.cluster.progress import JobProgress
 from rollcage.metrics.report import summarize
 from rollcage.rollout.arrow import TABLES, Location, RunError
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.policies.base import Policy
+from rollcage.rollout.task import hide_values
 
 STOPPING = "interrupted: no more rollouts; what runs may end (press again to cancel it)"
+
+HURRY_SEC = 2.0
+"""How long a policy that has not come up may take to end by itself."""
 
 
 @dataclass(frozen=True)
@@ -142,20 +147,21 @@ async def _run(
     config: JobConfig, plan: JobPlan, scripted: Mapping[str, Policy], ledger: Ledger, console: Console
 ) -> bool:
     """Returns True where a signal ended the job before its time."""
-    from rollcage.cluster.actors import RayHosts, connected
     from rollcage.cluster.driver import Driver
     from rollcage.cluster.host import INSECURE, HostLost
 
     started = time.monotonic()
-    with JobProgress(sum(1 for _ in plan.rollouts()), console) as progress:
+    total, redact = sum(1 for _ in plan.rollouts()), hide_values(named_env(plan))
+    with JobProgress(total, console, redact) as progress, Interrupts(progress.say) as interrupts:
         for broken in plan.broken:
             progress.say(f"quarantined {broken.key.name}: {broken.error_class}: {broken.evidence.message}")
         async with AsyncExitStack() as stack:
             progress.say("joining the Ray cluster" if config.ray.address else "starting Ray on this machine")
             if config.sandbox.network.insecure_network:
                 progress.say(INSECURE)
-            stack.enter_context(connected(config.ray.address, num_cpus=config.ray.num_cpus))
-            interrupts = stack.enter_context(Interrupts(progress.say))
+            await stack.enter_async_context(_ray(config, interrupts))
+            from rollcage.cluster.actors import RayHosts
+
             served = await stack.enter_async_context(_served_policies(config, progress))
             hosts = RayHosts(host_spec(config, plan, {**scripted, **served}), say=progress.say)
             driver = Driver(plan, ledger, hosts, progress)
@@ -176,6 +182,33 @@ async def _run(
     if failure is not None:
         raise CouldNotRun.because(failure) from failure
     return interrupts.count > 0
+
+
+@asynccontextmanager
+async def _ray(config: JobConfig, interrupts: Interrupts) -> AsyncIterator[None]:
+    """`actors.connected`, begun and ended in a thread of its own: no signal is raised inside Ray, and each is told
+    at once. One thread for both, for the kernel ends Ray's processes with the thread that started them."""
+
+    def connect() -> AbstractContextManager[None]:
+        from rollcage.cluster.actors import connected  # takes a second or two
+
+        connection = connected(config.ray.address, num_cpus=config.ray.num_cpus)
+        connection.__enter__()
+        return connection
+
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1, thread_name_prefix="ray") as thread:
+        try:
+            connection = await interrupts.held(loop.run_in_executor(thread, connect))
+        except CouldNotRun as error:
+            if interrupts.count:
+                raise asyncio.CancelledError from error
+            raise
+        try:
+            await asyncio.sleep(0)  # where the job is called off that was interrupted meanwhile
+            yield
+        finally:
+            await interrupts.held(loop.run_in_executor(thread, connection.__exit__, None, None, None))
 
 
 async def _clean_up(hosts: set[str], config: JobConfig, plan: JobPlan, progress: JobProgress) -> None:
@@ -201,7 +234,7 @@ async def _served_policies(config: JobConfig, progress: JobProgress) -> AsyncIte
         for name, policy in config.used_policies().items():
             if not isinstance(policy, VllmPolicyConfig):
                 continue
-            started = time.monotonic()
+            started, ready = time.monotonic(), None
             progress.say(f"starting policy {name}: {policy.model} in {policy.replicas} replica(s) of vLLM")
             replicas = start_replicas(
                 await asyncio.to_thread(model_path, policy.model),
@@ -212,9 +245,8 @@ async def _served_policies(config: JobConfig, progress: JobProgress) -> AsyncIte
                 threads=policy.threads,
                 request_timeout_sec=policy.request_timeout_sec,
             )
-            stack.push_async_callback(stop_replicas, replicas)
             try:
-                policies[name] = await replica_policy(
+                ready = await replica_policy(
                     replicas,
                     name=name,
                     template_kwargs=policy.template_kwargs,
@@ -224,6 +256,11 @@ async def _served_policies(config: JobConfig, progress: JobProgress) -> AsyncIte
                 raise InputError(f"policies.{name}: {error}") from error
             except RolloutError as error:
                 raise CouldNotRun.because(error) from error
+            finally:
+                if ready is None:  # an engine that is still loading answers no call
+                    await stop_replicas(replicas, within_sec=HURRY_SEC)
+            stack.push_async_callback(stop_replicas, replicas)
+            policies[name] = ready
             progress.say(f"policy {name} is ready after {time.monotonic() - started:.0f} s")
         yield policies
 

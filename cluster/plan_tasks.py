@@ -82,8 +82,6 @@ def host_spec(
     """What the job's hosts are made with. Of `environ` (this process's, by default) they get the variables that
     tasks name, and no other."""
     sandbox = config.sandbox
-    environ = os.environ if environ is None else environ
-    named = {name for task in plan.tasks.values() for name in referenced_env(task)}
     settings = SandboxSettings(
         docker_host=sandbox.docker_host,
         build_slots=sandbox.build_slots,
@@ -106,7 +104,7 @@ def host_spec(
         image_disk_gb=sandbox.image_disk_gb,
         ca_bundle=sandbox.ca_bundle,
         proxies=Proxies(sandbox.proxies.http, sandbox.proxies.https, tuple(sandbox.proxies.no)),
-        environ={name: environ[name] for name in sorted(named) if name in environ},
+        environ=named_env(plan, environ),
     )
     return HostSpec(
         plan.job,
@@ -116,6 +114,13 @@ def host_spec(
         verifier_timeout_multiplier=config.verifier_timeout_multiplier,
         keep_processes=tuple(config.keep_processes),
     )
+
+
+def named_env(plan: JobPlan, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of `environ` (this process's, by default) that the plan's tasks name."""
+    environ = os.environ if environ is None else environ
+    named = {name for task in plan.tasks.values() for name in referenced_env(task)}
+    return {name: environ[name] for name in sorted(named) if name in environ}
 
 
 def _broken(path: Path, problems: Sequence[Problem], names: set[str]) -> BrokenTask:
@@ -141,8 +146,10 @@ def _ready(config: JobConfig, tasks: Sequence[Task], environ: Mapping[str, str])
     oracle = any(agent.name == "oracle" for agent in config.agents)
     missing = {task.name: missing_env(task, environ, solution=oracle) for task in tasks}
     if any(missing.values()) and not config.skip_unready:
-        lines = [
-            f"{task}: {variable} ({where})" for task, found in missing.items() for variable, where in found
+        lines = [  # a line of a compose file may name a variable twice
+            f"{task}: {variable} ({where})"
+            for task, found in missing.items()
+            for variable, where in dict.fromkeys(found)
         ]
         count = sum(bool(found) for found in missing.values())
         raise InputError(

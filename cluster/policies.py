@@ -274,10 +274,10 @@ async def replica_policy(
     return VllmPolicy(replicas, name=name, template_kwargs=template_kwargs)
 
 
-async def stop_replicas(actors: Sequence[Any]) -> None:
+async def stop_replicas(actors: Sequence[Any], *, within_sec: float = 60.0) -> None:
     """Close the engines and end the actors, whatever state they are in."""
     try:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(within_sec):
             await asyncio.gather(*(actor.close.remote() for actor in actors), return_exceptions=True)
     except TimeoutError:
         pass  # killed below; Ray ends the engine with its actor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -19,9 +20,13 @@ _COLOURS = {"passed": "green", "failed": "yellow", "invalid": "red", "cancelled"
 
 
 class JobProgress:
-    """Counts what ends and shows it on `console` (standard error, so that `--json` stays clean)."""
+    """Counts what ends and shows it on `console` (standard error, so that `--json` stays clean). What it is told to
+    say goes through `redact`."""
 
-    def __init__(self, total: int, console: Console) -> None:
+    def __init__(
+        self, total: int, console: Console, redact: Callable[[str], str] = lambda text: text
+    ) -> None:
+        self.redact = redact
         self._console = console
         self._total = total
         self._outcomes: Counter[str] = Counter()
@@ -50,7 +55,7 @@ class JobProgress:
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._bar.console.print(self.redact(line), highlight=False, markup=False, soft_wrap=True)
 
     def retried(self, error_class: str, in_flight: int) -> None:
         """Count an attempt whose rollout is tried again."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import shutil
+import stat
 import tarfile
 import tempfile
 import threading
@@ -17,8 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollcage.cluster.scratch import TASKS, make_scratch, remove_scratch
-from rollcage.rollout.outcome import BuildError, Evidence, TaskError
-from rollcage.rollout.task import Task, load_task, task_digest
+from rollcage.rollout.outcome import BuildError, Evidence, RolloutError, TaskError
+from rollcage.rollout.task import Environment, Task, load_task, task_digest
+
+MOST_NAMED = 3
+"""Files that a message names."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -44,18 +49,18 @@ class TaskCopies:
         place = Path(tempfile.mkdtemp(dir=self._open())) / (task.path.resolve().name or "task")
         try:
             if files is None:
-                shutil.copytree(task.path, place, symlinks=True)
+                shutil.copytree(task.path, place, symlinks=True, ignore=_special)
             else:
                 with tarfile.open(fileobj=io.BytesIO(files)) as tar:
                     tar.extractall(place, filter="tar")
             if task_digest(place) == task.digest:
-                return replace(load_task(place), digest=task.digest)
+                return _named_as_given(replace(load_task(place), digest=task.digest), place, task.path)
         except (OSError, shutil.Error, tarfile.TarError) as error:
             _remove(place.parent)
             raise _not_copied(task, error) from error
-        except TaskError:
+        except RolloutError as error:
             _remove(place.parent)
-            raise
+            raise _as_given(error, place, task.path) from None
         _remove(place.parent)
         if files is None:
             return None
@@ -88,8 +93,50 @@ def _not_copied(task: Task, error: Exception) -> TaskError | BuildError:
     if _is_full(error):
         said = f"no room in {tempfile.gettempdir()} for a copy of {task.name}"
         return BuildError("disk_full", said, Evidence(f"{said}: {error}"))
-    said = f"the files of {task.name} cannot be copied: {error}"
+    said = f"the files of {task.name} cannot be copied: {_why(error)}"
     return TaskError("task_malformed", said, Evidence(f"{task.path}: {said}", "task files"))
+
+
+def _why(error: Exception) -> str:
+    """`shutil` says of many files, each (from, to, why), in the words of a tuple."""
+    if not isinstance(error, shutil.Error):
+        return str(error)
+    files: list[tuple[str, str, str]] = error.args[0]
+    more = f"; and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+    return "; ".join(f"{source}: {why}" for source, _, why in files[:MOST_NAMED]) + more
+
+
+def _special(folder: str, names: list[str]) -> list[str]:
+    """What is neither file, folder nor link: no task has such (`check_task`), but a tool's own folder may."""
+    modes = {name: os.lstat(os.path.join(folder, name)).st_mode for name in names}
+    return [name for name, mode in modes.items() if not _is_of_tasks(mode)]
+
+
+def _is_of_tasks(mode: int) -> bool:
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
+
+
+def _named_as_given(task: Task, copy: Path, given: Path) -> Task:
+    """The task with what problems name of it as its user has it, where the copy's own path says nothing to anybody."""
+
+    def named(one: Environment | None) -> Environment | None:
+        if one is None or one.compose is None:
+            return one
+        file = given / Path(one.compose.file).relative_to(copy)
+        return replace(one, compose=replace(one.compose, file=str(file)))
+
+    steps = tuple(
+        replace(step, verifier=replace(step.verifier, environment=named(step.verifier.environment)))
+        for step in task.steps
+    )
+    return replace(task, environment=named(task.environment) or task.environment, steps=steps)
+
+
+def _as_given(error: RolloutError, copy: Path, given: Path) -> RolloutError:
+    def renamed(text: str) -> str:
+        return text.replace(str(copy), str(given))
+
+    return type(error)(error.error_class, renamed(error.message), error.evidence.mapped(renamed))
 
 
 def _is_full(error: Exception) -> bool:

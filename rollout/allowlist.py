@@ -2,16 +2,23 @@
 
 An entry is a name, a name with a leading `*.` (any name below it, at any depth, not itself), an IP address or a
 CIDR. No URLs, ports or paths. Names are matched whatever their case, without a dot at their end.
+
+No name ends in a number: programs take such a one for an address, in spellings (`127.1`, `0x7f000001`) that the rules
+for addresses would not see. `localhost` is a sandbox itself.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 WILDCARD = "*."
+
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+"""The last label of what is an address, or none: https://url.spec.whatwg.org/#ends-in-a-number-checker."""
 
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -61,7 +68,22 @@ def read_entry(text: str) -> str:
         raise ValueError(f'"{text}" has a star before an IP address')
     if _network(entry) is None and (len(name) > 253 or not all(map(_LABEL.fullmatch, name.split(".")))):
         raise ValueError(f'"{text}" is no name of letters, digits, hyphens and dots, and no IP address')
+    if _network(entry) is None:
+        _check_name(text, name)
     return entry
+
+
+def _check_name(text: str, name: str) -> None:
+    """Raises `ValueError` for what is spelled like a name and is none."""
+    last = name.rpartition(".")[2]
+    if last == "localhost":
+        raise ValueError(f'"{text}" is the sandbox itself, which needs no entry')
+    if _NUMBER.fullmatch(last):
+        try:
+            address = ipaddress.IPv4Address(socket.inet_aton(name))
+        except OSError:
+            raise ValueError(f'"{text}" ends in a number, and is no IP address') from None
+        raise ValueError(f'"{text}" is another spelling of an IP address: write {address}')
 
 
 def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:

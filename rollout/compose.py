@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 
+from rollcage.rollout.compose_depends import check_apart, check_count, check_depends, is_internal
 from rollcage.rollout.compose_files import HOST_LOGS, parse_env
 from rollcage.rollout.compose_model import MAIN, Check, Dependency, Mount, Service
 from rollcage.rollout.compose_service import read_service
+from rollcage.rollout.compose_targets import check_target
 from rollcage.rollout.compose_variables import Lookup, VariableError, interpolate
 from rollcage.rollout.compose_yaml import Document, Node, Place, parse_yaml, texts_of
 from rollcage.rollout.task_model import Environment, Problem, problems_error
@@ -164,7 +165,7 @@ def _dot_env(file: Path, place: Place) -> dict[str, str]:
     try:
         pairs = parse_env(text, place)
     except VariableError as error:
-        place.document.problems.append(Problem(str(file), None, str(error), "write $$ for a dollar"))
+        place.document.problems.append(Problem(str(file), None, str(error), error.remedy))
         return {}
     return {key: value for key, value in pairs.items() if value is not None}
 
@@ -186,8 +187,9 @@ def _read(compose: Compose, document: Document) -> dict[str, Service]:
     services.setdefault(MAIN, Service(MAIN, root.line))
     services = _shared_images(services)
     services = _shared_files(services, tables["services"])
-    _check_depends(services, tables["services"], root)
-    _check_apart(services, tables["networks"], root)
+    check_count(services, root)
+    check_depends(services, tables["services"], root)
+    check_apart(services, tables["networks"], root)
     return services
 
 
@@ -238,6 +240,8 @@ def _shared_files(services: dict[str, Service], places: Mapping[str, Place]) -> 
         if not source.is_dir():
             place = places[users[source][0][0]]
             place.unsupported(f"shares the file {source.name} for writing", "share its folder")
+        for name, mount in users[source]:
+            check_target(places[name], name, mount.target)  # no copy any more
     logs = {m.volume for s in services.values() for m in s.mounts if (m.volume or "").startswith(HOST_LOGS)}
     found = {}
     for name, service in services.items():
@@ -249,73 +253,12 @@ def _shared_files(services: dict[str, Service], places: Mapping[str, Place]) -> 
     return found
 
 
-def _check_depends(services: Mapping[str, Service], places: Mapping[str, Place], root: Place) -> None:
-    order: list[str] = []
-    for name in services:
-        ring = _visit(name, services, order, [])
-        if ring:
-            said = f"depends on itself: {' -> '.join(ring)}"
-            places[name].problem(said, "take one of these out of depends_on")
-            return
-    for name, service in services.items():
-        for dependency in service.depends:
-            if dependency.service not in services and dependency.required:
-                why = "a profile leaves out" if dependency.service in places else "is not there"
-                said = f"depends on {dependency.service}, which {why}"
-                places.get(name, root).problem(said, "correct the name, or write the service")
-
-
-def _visit(name: str, services: Mapping[str, Service], done: list[str], above: list[str]) -> list[str]:
-    if name in above:
-        return [*above[above.index(name) :], name]
-    if name in done or name not in services:
-        return []
-    for dependency in services[name].depends:
-        ring = _visit(dependency.service, services, done, [*above, name])
-        if ring:
-            return ring
-    done.append(name)
-    return []
-
-
-def _check_apart(services: Mapping[str, Service], networks: Mapping[str, Place], root: Place) -> None:
-    """All services must share a network with each other, and have internet all or none: `has_internet`."""
-    joined = {
-        name: set(service.networks or ("default",))
-        for name, service in services.items()
-        if not service.network
-    }
-    for (one, its), (other, theirs) in combinations(joined.items(), 2):
-        if not its & theirs:
-            place = next(iter(networks.values()), root)
-            said = f"keep {one} and {other} apart, who share none"
-            place.document.problems.append(
-                Problem(
-                    place.document.file,
-                    place.line,
-                    f"networks {said}",
-                    "give them one network",
-                    "unsupported",
-                )
-            )
-            return
-    closed = {name for name, place in networks.items() if _is_internal(place)}
-    if closed and len({its <= closed for its in joined.values()}) > 1:
-        place = networks[min(closed)]
-        place.unsupported("is internal for some services and not for others", "give all services one network")
-
-
-def _is_internal(place: Place) -> bool:
-    internal = place.get("internal")
-    return internal is not None and internal.flag()
-
-
 def has_internet(environment: Environment, services: Mapping[str, Service]) -> bool:
     """Whether the file lets its services out: not where all their networks are internal."""
     compose = environment.compose
     if compose is None:
         return True
     networks = Place(compose.tree, (), Document(compose.file, [], Lookup(compose.own))).get("networks")
-    closed = {name for name, place in networks.table().items() if _is_internal(place)} if networks else set()
+    closed = {name for name, place in networks.table().items() if is_internal(place)} if networks else set()
     used = {name for s in services.values() if not s.network for name in s.networks or ("default",)}
     return not closed or not used <= closed

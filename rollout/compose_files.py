@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollcage.rollout.compose_model import MAIN, Mount
+from rollcage.rollout.compose_targets import check_target, check_tmpfs
 from rollcage.rollout.compose_variables import Lookup, VariableError, interpolate
 from rollcage.rollout.compose_yaml import Place
 
@@ -121,20 +122,35 @@ def read_mounts(
     mounts: list[Mount] = []
     tmpfs: dict[str, str] = {}
     if (found := service.get("tmpfs")) is not None:
-        for text in found.texts():
-            path, _, options = text.partition(":")
-            tmpfs[path] = options
+        for entry in [found] if found.is_text else found.items():
+            if text := entry.text():
+                path, _, options = text.partition(":")
+                tmpfs[path] = options
+                check_target(entry, name, path)
+                check_tmpfs(entry, options)
     if (found := service.get("volumes")) is not None:
         for entry in found.items():
             reader = _long if entry.is_table else _short
+            had, had_tmpfs = len(mounts), set(tmpfs)
             reader(entry, name, root, declared["volumes"], mounts, tmpfs)
+            for mount in mounts[had:]:
+                if not _is_log_folder(mount):
+                    check_target(entry, name, mount.target, copied=mount.source is not None)
+            for target in tmpfs.keys() - had_tmpfs:
+                check_target(entry, name, target)
     for kind, folder in (("secrets", "/run/secrets/"), ("configs", "/")):
         if (found := service.get(kind)) is not None:
-            mounts += [m for entry in found.items() if (m := _file(entry, root, declared[kind], folder))]
-    for mount in mounts:
-        if not mount.target.startswith("/"):
-            service.problem(f"mounts at {mount.target!r}", "write an absolute path")
+            for entry in found.items():
+                if (file := _file(entry, root, declared[kind], folder)) is not None:
+                    check_target(entry, name, file.target, copied=True)
+                    mounts.append(file)
     return mounts, tmpfs
+
+
+def _is_log_folder(mount: Mount) -> bool:
+    """Whether it is one of Harbor's, at its own place."""
+    volume = mount.volume or ""
+    return volume.startswith(HOST_LOGS) and mount.target == f"/logs/{volume.removeprefix(HOST_LOGS)}"
 
 
 def _short(

@@ -6,12 +6,13 @@ Limits are taken. What would open a wall is not done: every container keeps the 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollcage.rollout.compose_model import MAIN, Dependency
+from rollcage.rollout.compose_model import MAIN, UNLIMITED, Dependency
 from rollcage.rollout.compose_yaml import Place
 
 BREAKS_OUT = {
@@ -36,6 +37,15 @@ KEPT_CAPABILITIES = frozenset(
     }
 )  # fmt: skip
 """What every container has (`sandbox/hostconfig.py`, a test holds them together)."""
+
+ULIMITS = (
+    "core", "cpu", "data", "fsize", "locks", "memlock", "msgqueue", "nice", "nofile", "nproc", "rss", "rtprio",
+    "rttime", "sigpending", "stack",
+)  # fmt: skip
+"""https://github.com/docker/go-units/blob/v0.5.0/ulimit.go"""
+
+MOST_FILES = 1 << 20
+"""What Linux has in fs.nr_open where nobody raised it; no process may have a higher limit, whoever it is."""
 
 _SECURITY = re.compile(r"no-new-privileges([:=]true)?|label[:=].*")
 
@@ -127,15 +137,32 @@ def _pids(reading: Reading, place: Place) -> None:
 def _ulimits(reading: Reading, place: Place) -> None:
     limits = {}
     for name, value in place.table().items():
-        soft, hard = value.get("soft"), value.get("hard")
-        low, high = (value.number(),) * 2 if value.is_text else (
-            soft.number() if soft is not None else None, hard.number() if hard is not None else None)  # fmt: skip
-        if low is None or high is None:
-            value.problem("must be a number, or soft and hard", "write both")
+        soft, hard = (value, value) if value.is_text else (value.get("soft"), value.get("hard"))
+        low, high = _ulimit(soft), _ulimit(hard)
+        if name not in ULIMITS:
+            value.problem("is no ulimit", f"write one of {', '.join(ULIMITS)}", whatever_it_is=True)
+        elif low is None or high is None:
+            value.problem("must be a number, or soft and hard, or -1 (unlimited)", "write both")
+        elif (
+            not 0
+            <= (sys.maxsize if low == UNLIMITED else low)
+            <= (sys.maxsize if high == UNLIMITED else high)
+        ):
+            value.problem("has a soft limit above the hard one", "write a lower soft limit")
+        elif name == "nofile" and not 0 <= high <= MOST_FILES:
+            value.unsupported("is more than a kernel has", f"write at most {MOST_FILES}")
         else:
-            limits[name] = (int(low), int(high))
+            limits[name] = (low, high)
     _not_main(reading, place)
     reading.values["ulimits"] = limits
+
+
+def _ulimit(place: Place | None) -> int | None:
+    """A limit, or `UNLIMITED`."""
+    text = (place.text() or "").strip() if place is not None else ""
+    if text == "-1":
+        return UNLIMITED
+    return int(text) if re.fullmatch(r"\d{1,18}", text, re.ASCII) else None
 
 
 def _sysctls(reading: Reading, place: Place) -> None:

@@ -9,6 +9,9 @@ from typing import Literal
 MAIN = "main"
 """The agent's own service, as Harbor calls it."""
 
+UNLIMITED = -1
+"""As a ulimit."""
+
 Condition = Literal["service_started", "service_healthy", "service_completed_successfully"]
 
 
@@ -57,7 +60,7 @@ class Service:
     Its image: `image` as it is, or what is built of `context`, `dockerfile`, `build_args` and `target`; neither:
     the task's own (`main` only). `aliases` are names by which the others reach it. `network` is `none`,
     `service:NAME` for that service's own, or empty for the rollout's. `env` values are final. `memory_mb` and
-    `shm_mb` are MiB. None: nothing is said.
+    `shm_mb` are MiB. `ulimits` are (soft, hard), each maybe `UNLIMITED`. None: nothing is said.
     """
 
     name: str

@@ -7,6 +7,7 @@ a sandbox's isolation (`compose_limits.py`), or nobody has needed it. Nothing is
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -37,6 +38,14 @@ _IDLE = re.compile(
 
 _RESTARTS = re.compile(r"no|always|unless-stopped|on-failure(:\d+)?")
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
+_HOSTNAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_PART = "[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_DOMAIN = r"(?:[a-zA-Z0-9][a-zA-Z0-9-]*(?:\.[a-zA-Z0-9][a-zA-Z0-9-]*)*|\[[0-9a-fA-F:]+\])(?::[0-9]+)?"
+_IMAGE = re.compile(
+    rf"(?:{_DOMAIN}/)?{_PART}(?:/{_PART})*(?::[a-zA-Z0-9_][a-zA-Z0-9_.-]{{0,127}})?"
+    r"(?:@[A-Za-z][A-Za-z0-9]*(?:[-_+.][A-Za-z][A-Za-z0-9]*)*:[0-9a-fA-F]{32,})?"
+)
+"""https://github.com/distribution/reference/blob/v0.6.0/regexp.go"""
 _HOST = re.compile(r"([^\s:=]+)[:=](\[?[0-9a-fA-F:.]+\]?)")
 
 
@@ -61,15 +70,18 @@ def read_service(name: str, place: Place, root: Path, declared: dict[str, dict[s
         if (found := place.get(key)) is not None:
             _environment(reading, found, key)
     if (alias := place.get("container_name")) is not None and (text := alias.text()):
-        reading.aliases.append(text)
+        _alias(reading, alias, text)
     for key in ("cap_drop", "cap_add"):
         if (found := place.get(key)) is not None:
             capabilities(reading, found, key)
     mounts, tmpfs = read_mounts(place, name, root, declared)
     if reading.values.get("read_only") and any(mount.volume is None for mount in mounts):
         place.unsupported("is read_only, and files must be copied in", "take read_only out")
-    if not reading.is_main and not {"image", "build"} & table.keys():
-        place.problem("has neither image nor build", "write one of them")
+    if not reading.is_main and place.get("build") is None:
+        if (image := place.get("image")) is None:
+            place.problem("has neither image nor build", "write one of them")
+        elif image.is_text and not image.text():
+            image.problem("is empty", "write the name of an image")
     return Service(
         name=name,
         line=place.line,
@@ -88,7 +100,10 @@ def _environment(reading: Reading, place: Place, key: str) -> None:
     for name, value in pairs.items():
         if value is None:  # the job's own, where it has one
             value = place.document.lookup.get(name)
-        if value is not None:
+        if not name or "=" in name or "\0" in name + (value or ""):
+            said = f"has the variable {name[:60]!r}" if "\0" not in (value or "") else f"gives {name} a NUL"
+            place.problem(f"{said}, which no program can be given", "correct its name or value")
+        elif value is not None:
             env[name] = value
 
 
@@ -106,7 +121,9 @@ def _build(reading: Reading, place: Place) -> None:
             continue
         if key == "dockerfile":
             values["dockerfile"] = value.text() or "Dockerfile"
-            inside(reading.root, str(values["context"] / values["dockerfile"]), value)
+            inside(
+                reading.root, os.path.relpath(values["context"] / values["dockerfile"], reading.root), value
+            )
         elif key == "target":
             values["target"] = value.text() or None
         elif key == "args":
@@ -208,7 +225,8 @@ def _networks(reading: Reading, place: Place) -> None:
             names.append(name)
             for key, value in how.table().items():
                 if key == "aliases":
-                    reading.aliases += value.texts()
+                    for item in [value] if value.is_text else value.items():
+                        _alias(reading, item, item.text() or "")
                 elif key not in {"priority", "gw_priority", "interface_name"}:
                     value.unsupported("asks for an address of its own", "reach services by their names")
     for name in names:
@@ -250,6 +268,26 @@ def _restart(reading: Reading, place: Place) -> None:
     reading.values["restart"] = "no" if reading.is_main else text
 
 
+def _image(reading: Reading, place: Place) -> None:
+    text = place.text() or None
+    if text is not None and not (len(text) <= 512 and _IMAGE.fullmatch(text)):
+        place.problem(f"({text[:60]}) is no name of an image", "write it as in docker pull, in small letters")
+    reading.values["image"] = text
+
+
+def _hostname(reading: Reading, place: Place) -> None:
+    text = place.text() or None
+    if text is not None and not _HOSTNAME.fullmatch(text):
+        place.problem(f"({text[:60]}) is no hostname", "use at most 64 letters, digits, . and -")
+    reading.values["hostname"] = text
+
+
+def _alias(reading: Reading, place: Place, text: str) -> None:
+    if not _NAME.fullmatch(text):
+        place.problem(f"({text[:60]}) is no name for a container", "use letters, digits, _ . and -")
+    reading.aliases.append(text)
+
+
 def _text(key: str) -> Callable[[Reading, Place], None]:
     def read(reading: Reading, place: Place) -> None:
         reading.values[key] = place.text() or None
@@ -272,8 +310,8 @@ _READERS: dict[str, Callable[[Reading, Place], None]] = {
     "entrypoint": _argv("entrypoint"),
     "extra_hosts": _extra_hosts,
     "healthcheck": _healthcheck,
-    "hostname": _text("hostname"),
-    "image": _text("image"),
+    "hostname": _hostname,
+    "image": _image,
     "init": _flag("init"),
     "links": _links,
     "network_mode": _network_mode,

@@ -14,9 +14,19 @@ from dataclasses import dataclass, field
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _OPERATORS = (":-", ":?", ":+", "-", "?", "+")
 
+MOST_NESTED = 20
+"""Variables in the defaults of variables."""
+
+MOST_CHARACTERS = 1 << 20
+"""Variables can stand for each other: a few lines may else become more text than there is memory."""
+
 
 class VariableError(ValueError):
-    """The text is not what compose takes, or says itself that a variable must be set."""
+    """The text is not what compose takes, and what to do about that."""
+
+    def __init__(self, said: str, remedy: str = "write $$ for a dollar") -> None:
+        super().__init__(said)
+        self.remedy = remedy
 
 
 @dataclass
@@ -33,19 +43,23 @@ class Lookup:
         return self.values.get(name)
 
 
-def interpolate(text: str, lookup: Lookup) -> str:
-    """The text with its variables replaced; one that is not set is empty. Raises `VariableError`."""
-    return _replaced(text, lambda name, operator, rest: _value(lookup, name, operator, rest))
+def interpolate(text: str, lookup: Lookup, depth: int = 0) -> str:
+    """The text with its variables replaced; one that is not set is empty. Raises `VariableError`. `depth`: in how
+    many others it stands."""
+    if depth > MOST_NESTED:
+        raise VariableError(f"nests variables more than {MOST_NESTED} deep", "write the default itself")
+    return _replaced(text, lambda name, operator, rest: _value(lookup, name, operator, rest, depth + 1))
 
 
-def rename_variables(text: str, values: Mapping[str, str]) -> str:
+def rename_variables(text: str, values: Mapping[str, str], depth: int = 0) -> str:
     """The text with these variables filled in, and everything else of it as it was, `$$` too. What compose
     cannot read is left to it."""
 
     def known(name: str, operator: str, rest: str) -> str:
         if name in values:
             return values[name].replace("$", "$$")
-        return "${" + name + operator + rename_variables(rest, values) + "}"
+        inside = rename_variables(rest, values, depth + 1) if depth < MOST_NESTED else rest
+        return "${" + name + operator + inside + "}"
 
     try:
         return _replaced(text, known, dollar="$$")
@@ -53,15 +67,15 @@ def rename_variables(text: str, values: Mapping[str, str]) -> str:
         return text
 
 
-def _value(lookup: Lookup, name: str, operator: str, rest: str) -> str:
+def _value(lookup: Lookup, name: str, operator: str, rest: str, depth: int) -> str:
     value = lookup.get(name)
     there = value is not None and (value != "" or not operator.startswith(":"))
     if operator.endswith("+"):
-        return interpolate(rest, lookup) if there else ""
+        return interpolate(rest, lookup, depth) if there else ""
     if there:
         return value or ""
     if operator.endswith("-"):
-        return interpolate(rest, lookup)
+        return interpolate(rest, lookup, depth)
     lookup.missing.add(name)
     return ""
 
@@ -69,6 +83,8 @@ def _value(lookup: Lookup, name: str, operator: str, rest: str) -> str:
 def _replaced(text: str, replace: Callable[[str, str, str], str], dollar: str = "$") -> str:
     result, at = "", 0
     while (found := text.find("$", at)) >= 0:
+        if len(result) > MOST_CHARACTERS:
+            raise VariableError("becomes more than a MiB of text", "let fewer variables stand for each other")
         result += text[at:found]
         at = found + 1
         if text.startswith("$", at):
@@ -88,7 +104,7 @@ def _braced(inside: str, replace: Callable[[str, str, str], str]) -> str:
     rest = inside[name.end() :] if name else ""
     operator = next((sign for sign in _OPERATORS if rest.startswith(sign)), "")
     if name is None or (rest and not operator):
-        raise VariableError(f"holds ${{{inside}}}, which names no variable")
+        raise VariableError(f"holds ${{{inside[:60]}}}, which names no variable")
     return replace(name[0], operator, rest[len(operator) :])
 
 

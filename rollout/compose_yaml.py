@@ -22,6 +22,12 @@ MOST_VALUES = 20_000
 
 MOST_DEEP = 40
 
+MOST_MIB = 1 << 30
+"""As task.toml's `memory_mb`. An engine counts bytes in 63 bits."""
+
+MOST_SECONDS = 1e9
+"""As task.toml's times. Compose counts nanoseconds in 63 bits."""
+
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 _TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in
                   ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp", "value"))  # fmt: skip
@@ -179,10 +185,18 @@ class Place:
                 self.problem("must be a text", "write one value")
             return None
         try:
-            return interpolate(self.node.value, self.document.lookup)
+            text = interpolate(self.node.value, self.document.lookup)
+            text.encode()
         except VariableError as error:
-            self.problem(str(error), "write $$ for a dollar")
+            self.problem(str(error), error.remedy)
             return None
+        except UnicodeEncodeError:
+            self.problem("holds half of a surrogate pair", "write the character itself")
+            return None
+        if "\0" in text:
+            self.problem("holds a NUL", "take it out: no program can be given one")
+            return None
+        return text
 
     def items(self) -> Iterator[Place]:
         """The items of a list."""
@@ -235,7 +249,7 @@ class Place:
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or value < 0:
-            self.problem(f"must be a number, not {text}", "write a number")
+            self.problem(f"must be a number, not {text[:60]}", "write a number")
             return None
         return value
 
@@ -246,9 +260,13 @@ class Place:
             return None
         parts = _DURATION.findall(text)
         if not parts or _DURATION.sub("", text).strip():
-            self.problem(f"must be a time such as 10s or 1m30s, not {text}", "write it with its unit")
+            self.problem(f"must be a time such as 10s or 1m30s, not {text[:60]}", "write it with its unit")
             return None
-        return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        if seconds > MOST_SECONDS:
+            self.problem(f"must be at most {MOST_SECONDS:,.0f} s", "write a shorter time")
+            return None
+        return seconds
 
     def mebibytes(self) -> int | None:
         """A size such as `512m`, rounded up to whole MiB; None for an empty text, and 0 (no limit)."""
@@ -257,9 +275,13 @@ class Place:
             return None
         match = _SIZE.fullmatch(text.strip())
         if match is None:
-            self.problem(f"must be a size such as 512m or 2g, not {text}", "write it with its unit")
+            self.problem(f"must be a size such as 512m or 2g, not {text[:60]}", "write it with its unit")
             return None
-        return math.ceil(float(match[1]) * _BYTES[match[2].lower()] / (1 << 20)) or None
+        mebibytes = float(match[1]) * _BYTES[match[2].lower()] / (1 << 20)
+        if mebibytes > MOST_MIB:
+            self.problem(f"must be at most {MOST_MIB:,} MiB", "write a smaller size")
+            return None
+        return math.ceil(mebibytes) or None
 
     def pairs(self) -> dict[str, str | None]:
         """A table of names to values, or a list of `NAME=value`; None where there is no value."""

@@ -10,6 +10,7 @@ Its parts: `task_model` (the data), `task_toml` and `toml_lines` (TOML with line
 from __future__ import annotations
 
 import os
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +23,14 @@ from rollcage.rollout.task_config import (
     read_metadata,
     read_name,
 )
-from rollcage.rollout.task_env import missing_env, redactor, referenced_env, resolve_env
-from rollcage.rollout.task_files import check_own_links, check_tests, ignore_patterns, read_instruction
+from rollcage.rollout.task_env import hide_values, missing_env, redactor, referenced_env, resolve_env
+from rollcage.rollout.task_files import (
+    check_kinds,
+    check_own_links,
+    check_tests,
+    ignore_patterns,
+    read_instruction,
+)
 from rollcage.rollout.task_find import find_tasks, name_apart
 from rollcage.rollout.task_model import (
     Artifact,
@@ -48,6 +55,7 @@ __all__ = [
     "Verifier",
     "check_task",
     "find_tasks",
+    "hide_values",
     "ignore_patterns",
     "load_task",
     "missing_env",
@@ -64,7 +72,7 @@ def load_task(path: Path) -> Task:
     """Read the task at `path`.
 
     Raises `TaskError` where there is any problem, with all of them in its evidence: `unsupported` where that is
-    all that they are, else `task_malformed`.
+    all that they are, else `task_malformed`. `RolloutError` (`internal_error`) where they cannot be told.
     """
     task, problems = check_task(path)
     if task is not None:
@@ -89,11 +97,26 @@ def check_task(path: Path) -> tuple[Task | None, list[Problem]]:
     if (path / "task.yaml").is_file() and not os.path.lexists(path / "task.toml"):
         message, remedy = "is an old Terminal-Bench task", "make a Harbor task of it: rollcage tasks import"
         return None, [Problem(str(path / "task.yaml"), None, message, remedy)]
+    _, task = _read(path, problems)
+    problems = list(dict.fromkeys(problems))
+    return (None if problems else task), problems
+
+
+def near_misses(path: Path) -> list[Problem]:
+    """Keys of the task's task.toml that are ignored and look like ones that are known. They are no problems."""
+    root, task = _read(path, [])
+    return root.near_misses() if root is not None and task is not None else []
+
+
+def _read(path: Path, problems: list[Problem]) -> tuple[Table | None, Task | None]:
+    """Its task.toml, and the task where that could be read to its end; what is wrong is noted."""
+    root: Table | None = None
     task: Task | None = None
     try:
         check_own_links(path, problems)
+        check_kinds(path, problems)
         if problems:
-            return None, problems
+            return None, None
         root = read_toml(path / "task.toml", problems)
         if root is None:
             _check_without_toml(path, problems)
@@ -101,21 +124,9 @@ def check_task(path: Path) -> tuple[Task | None, list[Problem]]:
             task = _read_task(path, root, problems)
     except (OSError, UnicodeError) as error:
         problems.append(_unreadable(path, error))
-    problems = list(dict.fromkeys(problems))
-    return (None if problems else task), problems
-
-
-def near_misses(path: Path) -> list[Problem]:
-    """Keys of the task's task.toml that are ignored and look like ones that are known. They are no problems."""
-    ignored: list[Problem] = []
-    try:
-        root = read_toml(path / "task.toml", ignored)
-        if root is None:
-            return []
-        _read_task(path, root, ignored)
-    except (OSError, UnicodeError):
-        return []  # `check_task` says it
-    return root.near_misses()
+    except Exception as error:  # noqa: BLE001 -- whatever a task's files make of us, it is said of that task alone
+        problems.append(_unforeseen(path, error))
+    return root, task
 
 
 def _read_task(path: Path, root: Table, problems: list[Problem]) -> Task:
@@ -144,6 +155,14 @@ def _check_without_toml(path: Path, problems: list[Problem]) -> None:
     if not os.path.lexists(path / "steps"):
         read_instruction(path / "instruction.md", problems)
         check_tests(path / "tests", None, problems)
+
+
+def _unforeseen(path: Path, error: Exception) -> Problem:
+    *_, last = traceback.extract_tb(error.__traceback__)
+    said = str(error)[:200]
+    message = f"cannot be checked: {type(error).__name__} in {Path(last.filename).name}:{last.lineno}: {said}"
+    remedy = "this is a fault of Rollcage: report it, with the task's files"
+    return Problem(str(path), None, message, remedy, "internal_error")
 
 
 def _unreadable(path: Path, error: OSError | UnicodeError) -> Problem:

@@ -61,24 +61,33 @@ def redactor(task: Task, environ: Mapping[str, str]) -> Callable[[str], str]:
     """A function that puts `${VAR}` where a text holds the value of a variable that the task takes from the host, for
     what is kept of a verifier's output and of errors. Values shorter than `SECRET_CHARACTERS` are no secrets.
 
+    """
+    return hide_values({name: environ[name] for name in referenced_env(task) if name in environ})
+
+
+def hide_values(environ: Mapping[str, str]) -> Callable[[str], str]:
+    """The same, for all variables of `environ`. Values are found in upper and lower case alike.
+
     A text that was cut may begin within a value: its rest goes, too.
     """
     found = {
         value: f"${{{name}}}"
-        for name in sorted(referenced_env(task))
-        if len(value := environ.get(name, "").strip()) >= SECRET_CHARACTERS
+        for name, given in sorted(environ.items())
+        if len(value := given.strip()) >= SECRET_CHARACTERS
     }
     if not found:
         return lambda text: text
     longest_first = sorted(found, key=len, reverse=True)
-    anywhere = re.compile("|".join(map(re.escape, longest_first)))
+    names = [found[value] for value in longest_first]
+    anywhere = re.compile("|".join(f"({re.escape(value)})" for value in longest_first), re.IGNORECASE)
 
     def redact(text: str) -> str:
         for value in longest_first:
-            rests = (value[start:] for start in range(1, len(value) - SECRET_REST + 1))
-            if not text.startswith(value) and (rest := next(filter(text.startswith, rests), None)):
+            head, whole = text[: len(value)].lower(), value.lower()
+            rests = (whole[start:] for start in range(1, len(whole) - SECRET_REST + 1))
+            if head != whole and (rest := next(filter(head.startswith, rests), None)):
                 text = found[value] + text[len(rest) :]
-        return anywhere.sub(lambda match: found[match[0]], text)
+        return anywhere.sub(lambda match: names[(match.lastindex or 0) - 1], text)
 
     return redact
 

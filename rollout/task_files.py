@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
+from rollcage.rollout.digest import IGNORED
 from rollcage.rollout.task_model import Problem
 from rollcage.rollout.task_toml import read_text
 
@@ -17,6 +19,13 @@ IGNORE_FILE = ".harborignore"
 CONTEXT_FILES = ("Dockerfile", ".dockerignore", "Dockerfile.dockerignore", "docker-compose.yaml", ".env")
 INSTRUCTION_BYTES = 4 << 20
 """More text than any model reads; a file past it is something else under that name."""
+
+_KINDS = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 _CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 
@@ -107,6 +116,20 @@ def check_link(root: Path, path: Path, problems: list[Problem]) -> None:
     if not target.is_relative_to(root.resolve()):
         message = f"is a link to {os.readlink(path)}, outside of the task"
         problems.append(Problem(str(path), None, message, "put the file itself there"))
+
+
+def check_kinds(root: Path, problems: list[Problem]) -> None:
+    """A task is files, folders and links: a pipe, a socket or a device can neither be copied nor be sent. Those in
+    folders that are not part of a task (`digest.IGNORED`) are left out."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in IGNORED)
+        for name in sorted(set(files) - IGNORED):
+            mode = os.lstat(os.path.join(folder, name)).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+                kind = next((word for is_it, word in _KINDS if is_it(mode)), "of a kind that nobody knows")
+                said = f"is {kind}, and a task is files, folders and links"
+                remedy = "remove it, or make it in the Dockerfile"
+                problems.append(Problem(str(Path(folder, name)), None, said, remedy))
 
 
 def check_own_links(root: Path, problems: list[Problem]) -> None:

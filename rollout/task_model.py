@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcage.rollout.outcome import Evidence, TaskError
+from rollcage.rollout.outcome import Evidence, RolloutError, TaskError
 
 if TYPE_CHECKING:
     from rollcage.rollout.compose import Compose
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Problem:
     """One thing that is wrong with a task. `line` counts from 1, None where there is none.
 
-    `error_class` is `task_malformed` or `unsupported`.
+    `error_class` is `task_malformed` or `unsupported`; `internal_error` where reading the task failed in a way that
+    nobody foresaw.
     """
 
     file: str
@@ -31,13 +32,15 @@ class Problem:
         return f"{place}: {self.message} ({self.remedy})"
 
 
-def problems_error(problems: Sequence[Problem]) -> TaskError:
-    """All problems as one error: `unsupported` where that is all that they are, else `task_malformed`."""
+def problems_error(problems: Sequence[Problem]) -> RolloutError:
+    """All problems as one `TaskError`: `unsupported` where that is all that they are, else `task_malformed`. One that
+    is nobody's but ours, `internal_error`, is a `RolloutError`."""
     malformed = [problem for problem in problems if problem.error_class == "task_malformed"]
     first = (malformed or problems)[0]
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
     evidence = Evidence(message="\n".join(map(str, problems)), said_by="task files")
-    return TaskError(first.error_class, f"{first}{more}", evidence)
+    kind = RolloutError if first.error_class == "internal_error" else TaskError
+    return kind(first.error_class, f"{first}{more}", evidence)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from rollcage.rollout.task import ignore_patterns, resolve_env
 SOLUTION = "/solution"
 SCRIPT = f"{SOLUTION}/solve.sh"
 
+SMALL_BYTES = 64 << 10
+PLACE_SEC = 30.0
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -34,9 +37,7 @@ class OracleAgent:
             raise TaskError("task_malformed", said, Evidence(said, "task files"))
         if context.trajectory.turns:  # an earlier step's solution must not mix with this one's
             await context.sandbox.exec(["rm", "-rf", SOLUTION], user="root")
-        await context.sandbox.upload(solution, SOLUTION, exclude=ignore_patterns(solution))
-        if (script := _repaired(solution / "solve.sh")) is not None:
-            await context.sandbox.write({SCRIPT: script}, mode=0o755)
+        await _place(context, solution)
         for name in context.task.solution_env:
             if not _NAME.fullmatch(name):
                 said = f"[solution.env] of {context.task.name}: {name!r} cannot be a variable's name"
@@ -47,6 +48,35 @@ class OracleAgent:
             context, add_turn(context.trajectory), f"{env}{SCRIPT}", recorded_as=SCRIPT
         )
         context.emit(f"solve.sh ended with status {result.exit_code}")
+
+
+async def _place(context: AgentContext, solution: Path) -> None:
+    """Put the solution into the sandbox. One small script, which most are, goes by root's own shell, in a tenth of
+    the time that an upload takes the engine."""
+    script = solution / "solve.sh"
+    ready = _repaired(script)
+    if (content := _alone(script)) is not None:
+        directory = SCRIPT.rpartition("/")[0]
+        command = (
+            f"[ -w / ] && [ ! -e {directory} ] && mkdir -m 755 {directory} && cat >{SCRIPT} && chmod 755 {SCRIPT}"
+            f" && [ -s {SCRIPT} ]"
+        )
+        placed = await context.shell.run(
+            command, stdin=content if ready is None else ready, timeout=PLACE_SEC
+        )
+        if placed.exit_code == 0:
+            return
+    await context.sandbox.upload(solution, SOLUTION, exclude=ignore_patterns(solution))
+    if ready is not None:
+        await context.sandbox.write({SCRIPT: ready}, mode=0o755)
+
+
+def _alone(script: Path) -> bytes | None:
+    """The script's bytes, where it is small and all that there is in its directory."""
+    if list(script.parent.iterdir()) != [script] or script.is_symlink():
+        return None
+    content = script.read_bytes()
+    return content if len(content) <= SMALL_BYTES else None
 
 
 def _repaired(script: Path) -> bytes | None:

@@ -65,6 +65,15 @@ def parse_allowed(entries: Iterable[str], allow_private: Sequence[str] = ()) -> 
     return allowlist
 
 
+def not_internet(entries: Iterable[str]) -> dict[str, list[str]]:
+    """The IP entries that overlap what is not the internet, with these ranges. Raises `ValueError` for no entry."""
+    overlaps = {
+        str(network): [str(refused) for refused in _REFUSED if network.overlaps(refused)]
+        for network in read_allowlist(entries).networks
+    }
+    return {network: ranges for network, ranges in overlaps.items() if ranges}
+
+
 class Egress:
     """What one network's sandboxes may reach. Made by `open`."""
 

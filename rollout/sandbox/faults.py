@@ -67,7 +67,32 @@ _HOST = (
     Rule("docker_unavailable", r"containerd\.sock|error while dialing|daemon is shutting down"),
 )
 
+_RUNC = (
+    r"^(failed to create (shim task|task for container): )*(OCI runtime create failed|runc create failed): "
+    r"(runc create failed: |unable to start container process: |error during container init: |"
+    r"container_linux\.go:\d+: [a-z ]+: |process_linux\.go:\d+: [a-z ]+: )*"
+)
+"""What runc's own words stand behind: nothing of it is a name that a task chose."""
+
+_RLIMIT = Rule(
+    "container_config",
+    _RUNC + r"error setting rlimits? (for ready process: error setting rlimit )?type \d+: ",
+)
+
 _TASK = (
+    Rule(
+        "container_config",
+        _RUNC + r"(wrong rlimit value: |rlimit type .* not supported|sethostname: invalid)",
+    ),
+    _RLIMIT,
+    Rule("container_config", _RUNC + r"environment variable (name|value) can't contain null"),
+    # The engine's own mounts there come from no path of the host.
+    Rule("container_config", _RUNC + r'error mounting "(/[^"]*|tmpfs)" to rootfs at "/(proc|sys|dev)[/"]'),
+    Rule(
+        "container_config", _RUNC + r'error mounting "tmpfs" to rootfs at .*: invalid argument(: unknown)?$'
+    ),
+    Rule("container_config", r"^invalid tmpfs option \["),
+    Rule("container_config", r"^json: cannot unmarshal number \S+ into Go "),
     Rule("container_config", r"unable to find (user|group) "),
     Rule("container_config", r"the working directory '.*' is invalid, it needs to be an absolute path"),
     Rule("container_config", r"invalid (mount config|mode|volume specification|working directory|argument)"),
@@ -169,6 +194,12 @@ def engine_fault(error: Exception, doing: str) -> SandboxError:
         return SandboxError(_unanswered(error), message, evidence)
     rules = (*_TASK, *_CONTAINER, *_NETWORKS, *_HOST)
     return SandboxError(_first(rules, said, status) or _by_status(status, doing), message, evidence)
+
+
+def is_rlimit_refusal(error: SandboxError) -> bool:
+    """Whether the engine may not give a container a limit as high as it was asked for."""
+    said = error.evidence.message.partition(": ")[2]  # behind what was being done
+    return error.evidence.said_by == "engine" and _RLIMIT.holds(said, None)
 
 
 def pull_fault(error: Exception | Mapping[str, Any], reference: str) -> BuildError:

@@ -7,7 +7,8 @@ set once cover every bridge that will ever be made:
     INPUT        -i rcg+ ->  ROLLCAGE-INPUT                              its own: allowlists, `allow_private`
 
 Refused are this machine's own addresses, private, link-local, loopback, multicast and reserved ranges, and our
-other bridges. Open are the internet, and port 53 of exactly the resolvers that the engine asks for containers.
+other bridges. Open are the internet, and port 53 of exactly the resolvers that the engine asks for containers (shut
+for allowlists, whose resolver is ours).
 What may pass here is still decided by the engine's own rules after it. IPv6 is off on our bridges (`bridges.py`).
 
 Invariants:
@@ -206,6 +207,8 @@ def _forward() -> list[str]:
         "-m physdev --physdev-is-bridged -j RETURN",
         f"-o {INTERFACE}+ -j {REFUSE}",
         f"-i {INTERFACE}{INTERNAL}+ -j {REFUSE}",
+        # Whatever an allowlist opens: they resolve every name.
+        *(rule for address in resolvers() for rule in _dns(f"-i {INTERFACE}{ALLOWLIST}+ -d {address}", REFUSE)),
         f"-j {NETWORKS}",
         *(rule for address in resolvers() for rule in _dns(f"-d {address}", "RETURN")),
         *(f"-d {refused} -j {REFUSE}" for refused in REFUSED),

@@ -38,6 +38,15 @@ KEPT_CAPABILITIES = (
     "SYS_CHROOT",
 )
 
+NO_RESOLVER = ("192.0.2.53",)
+"""`SandboxSpec.dns` on a network without a way out: nobody's address (RFC 5737), which the engine's own DNS cannot reach
+from there. Left to choose, it would ask the machine's resolvers, and those at a loopback address from the machine's
+own network namespace: names would leave after all (CVE-2024-29018). It is not a loopback address itself."""
+
+NO_NAMES = {"DnsSearch": ["."], "DnsOptions": ["timeout:1", "attempts:1", "ndots:1"]}
+"""With `NO_RESOLVER`. The engine's DNS gives no answer at all where it reaches no resolver, so that programs wait for
+one second, not for twice five. It answers at once to a name without a dot where `ndots` is set."""
+
 OOM_SCORE_ADJ = 500
 """When the host runs out of memory, sandboxes die before what serves them. Their own processes stand at
 1000, so that PID 1 is the last to go within one."""
@@ -112,6 +121,8 @@ def _host_config(spec: SandboxSpec, traits: EngineTraits) -> dict[str, Any]:
         # No limit on open files: an engine refuses one above its own, which it does not tell.
         "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
     }
+    if spec.dns == NO_RESOLVER:
+        host.update(NO_NAMES)
     if traits.seccomp:
         host["SecurityOpt"].append(security_option(podman=traits.podman))
     if spec.memory_mb is not None:

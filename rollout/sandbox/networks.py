@@ -40,6 +40,7 @@ from rollcage.rollout.sandbox.bridges import (
 from rollcage.rollout.sandbox.egress import Egress, parse_allowed
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.firewall import ALLOWLIST, INTERNAL, PRIVATE, SHARED
+from rollcage.rollout.sandbox.hostconfig import NO_RESOLVER
 from rollcage.rollout.sandbox.reaper import remove_networks
 from rollcage.rollout.sandbox.seclusion import seclude
 from rollcage.rollout.sandbox.subnets import SMALL_PLACES, Ranges
@@ -240,7 +241,7 @@ class Networks:
             if internet:
                 await self._keep_rules()
             bridge.leases += 1
-            return NetworkLease(bridge.name)
+            return NetworkLease(bridge.name, dns=() if internet else NO_RESOLVER)
 
     async def seclude(self, lease: NetworkLease, container_id: str) -> None:
         """Keep a container that has just started from the others on its bridge, and them from it. To be awaited

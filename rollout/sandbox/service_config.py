@@ -32,6 +32,7 @@ def service_spec(
     spec = replace(
         main,
         network=network,
+        dns=main.dns if joins else (),
         aliases=tuple(dict.fromkeys((service.name, *service.aliases))) if joins and not alone else (),
         binds=tuple(
             f"{volumes[mount.volume or '']}:{mount.target}{':ro' if mount.read_only else ''}"

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from rollcage.rollout.compose import MAIN, Check, Dependency, Service
+from rollcage.rollout.compose_model import UNLIMITED
 from rollcage.rollout.outcome import Evidence, SandboxError, TaskError
 from rollcage.rollout.sandbox import files
 from rollcage.rollout.sandbox.base import SandboxSpec
 from rollcage.rollout.sandbox.container import DockerSandbox, remove_container
 from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.sandbox.faults import is_rlimit_refusal
 from rollcage.rollout.sandbox.images import BuiltImage
 from rollcage.rollout.sandbox.service_config import service_config, service_spec
 from rollcage.rollout.sandbox.service_container import DockerService, check_of
@@ -163,6 +165,17 @@ class Services:
             memory_mb=service.memory_mb or group.memory_mb,
             memory_reservation_mb=None,
         )
+        try:
+            return await self._run(service, spec)
+        except SandboxError as error:
+            # "Unlimited" asks for as much as there is: where the engine may not give it, what it has itself.
+            bounded = {name: both for name, both in service.ulimits.items() if UNLIMITED not in both}
+            if bounded == service.ulimits or not is_rlimit_refusal(error):
+                raise
+            await remove_container(self._engine, self._made[service.name].id)
+            return await self._run(replace(service, ulimits=bounded), spec)
+
+    async def _run(self, service: Service, spec: SandboxSpec) -> DockerService:
         config = service_config(service, spec, await engine_traits(self._engine))
 
         def create(api: Any) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from rollcage.cluster.host import HostSpec, SandboxHost
 from rollcage.cluster.scratch import remove_abandoned
-from rollcage.cluster.task_copies import TaskCopies, pack_task
-from rollcage.rollout.outcome import BuildError, Outcome, SandboxError
+from rollcage.cluster.task_copies import TaskCopies, _not_copied, pack_task
+from rollcage.rollout.outcome import BuildError, Outcome, SandboxError, TaskError
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.sandbox.pool import SandboxSettings
 from rollcage.rollout.task import Task, load_task
@@ -156,6 +156,50 @@ def test_no_room_for_a_copy_is_the_disks_fault_and_not_the_tasks(
         copies.close()
     finally:
         subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_what_is_wrong_with_a_copy_is_named_as_the_user_has_it(write_task: Any) -> None:
+    root = write_task("tasks/one")
+    (root / "environment/docker-compose.yaml").write_text(
+        "services:\n  main: {}\n  db: {image: x, network_mode: '${MODE}'}\n"
+    )
+    task = load_task(root)
+    copies = TaskCopies()
+    for files in (None, pack_task(task)):
+        copy = copies.take(task, files)
+        assert copy is not None
+        assert copy.path != root
+        assert copy.environment.compose is not None
+        assert copy.environment.compose.root == copy.path / "environment"
+        with pytest.raises(TaskError, match="shares the host's network") as raised:
+            copy.environment.compose.services({"MODE": "host"})
+        assert raised.value.evidence.message.startswith(
+            f"{root}/environment/docker-compose.yaml:3: services.db"
+        )
+        assert str(copy.path) not in str(raised.value)
+    copies.close()
+
+
+def test_a_socket_that_a_tool_keeps_beside_a_task_is_left_out_of_its_copy(write_task: Any) -> None:
+    root = write_task("tasks/one")
+    (root / ".git").mkdir()
+    os.mkfifo(root / ".git/pipe")
+    copies = TaskCopies()
+    copy = copies.take(load_task(root))
+    assert copy is not None
+    assert not (copy.path / ".git/pipe").exists()
+    copies.close()
+
+
+def test_files_that_cannot_be_copied_are_named_with_the_reason(write_task: Any) -> None:
+    root = write_task("tasks/one")
+    task = load_task(root)
+    error = shutil.Error([(str(root / "a"), "/copy/a", "[Errno 5] Input/output error: 'a'")] * 5)
+    assert _not_copied(task, error).evidence.message == (
+        f"{root}: the files of one cannot be copied: "
+        + "; ".join([f"{root}/a: [Errno 5] Input/output error: 'a'"] * 3)
+        + "; and 2 more"
+    )
 
 
 def test_copies_of_a_host_that_was_killed_are_removed_by_the_next(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -445,6 +446,199 @@ def test_what_main_cannot_have(tmp_path: Path, body: str, key: str) -> None:
 )
 def test_what_changes_nothing_is_taken(tmp_path: Path, body: str) -> None:
     service(tmp_path, body)
+
+
+def chain(length: int) -> str:
+    """Services of which each depends on the next, all on the network of the last."""
+    lines = ["services:", "  main: {}", f"  s{length}: {{image: x}}"]
+    for number in range(length):
+        lines.append(
+            f"  s{number}: {{image: x, network_mode: 'service:s{length}', depends_on: [s{number + 1}]}}"
+        )
+    return "\n".join(lines)
+
+
+class TestTooMuch:
+    """Whatever a file holds, reading it ends, with a problem that has its line."""
+
+    @pytest.mark.parametrize(
+        ("body", "said"),
+        [
+            (f"mem_limit: {'9' * 400}g", "services.db.mem_limit must be at most 1,073,741,824 MiB"),
+            ("mem_limit: 99999999t", "services.db.mem_limit must be at most"),
+            ("deploy: {resources: {limits: {memory: 9999999999999g}}}", "limits.memory must be at most"),
+            ("shm_size: 99999999t", "services.db.shm_size must be at most"),
+            (f"cpus: {'9' * 400}", "services.db.cpus must be a number"),
+            (f"healthcheck: {{interval: {'9' * 400}h}}", "interval must be at most 1,000,000,000 s"),
+            ("environment: {A: '" + "${A:-" * 3000 + "}" * 3000 + "'}", "nests variables more than 20 deep"),
+        ],
+    )
+    def test_of_one_value(self, tmp_path: Path, body: str, said: str) -> None:
+        [problem] = refusals(tmp_path, body)
+        assert said in problem.message
+        assert len(problem.message) < 200
+        assert (problem.line, problem.error_class) == (4, "task_malformed")
+
+    def test_variables_that_stand_for_more_than_there_is_memory(self, tmp_path: Path) -> None:
+        lines = [f"V{n}=${{V{n - 1}}}${{V{n - 1}}}" for n in range(1, 60)]
+        (tmp_path / "many.env").write_text("\n".join(["V0=0123456789", *lines]))
+        [problem] = refusals(tmp_path, "env_file: many.env")
+        assert "(many.env): becomes more than a MiB of text" in problem.message
+
+    def test_services_that_depend_on_each_other(self, tmp_path: Path) -> None:
+        assert len(services(tmp_path, chain(1500))) == 1502
+        [problem] = read(
+            tmp_path, chain(1500).replace("s1500: {image: x}", "s1500: {image: x, depends_on: [s0]}")
+        )[1]
+        assert problem.message.endswith("-> ... -> s1500")
+        assert "depends on itself" in problem.message
+
+    def test_services_for_one_network(self, tmp_path: Path) -> None:
+        text = "services:\n" + "".join(f"  s{n}: {{image: x}}\n" for n in range(13))
+        compose, [problem] = read(tmp_path, text)
+        assert compose is None
+        assert "has 14 services, and a task has at most 13 containers" in problem.message
+        assert (problem.line, problem.error_class) == (1, "unsupported")
+        for fewer in ("s12: {image: x, profiles: [p]}", "s12: {image: x, network_mode: none}"):
+            assert read(tmp_path, text.replace("s12: {image: x}", fewer))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("container_name: x y", "container_name (x y) is no name for a container"),
+        ("networks: {default: {aliases: [web, 'x y']}}", "aliases[1] (x y) is no name for a container"),
+        ("environment: {'': x}", "has the variable ''"),
+        ("environment: ['=x']", "has the variable ''"),
+        ('environment: {A: "a\\0b"}', "environment.A holds a NUL"),
+        ('command: [sh, "\\0"]', "command[1] holds a NUL"),
+        ('labels: {}\nworking_dir: "/\\ud800"', "working_dir holds half of a surrogate pair"),
+        ("tmpfs: /x:frobnicate", "tmpfs has the tmpfs option 'frobnicate'"),
+        ("tmpfs: ['/x:size=1m,mode=999']", "tmpfs[0] has the tmpfs option 'mode=999'"),
+        ("tmpfs: ['x']", "tmpfs[0] mounts at 'x'"),
+        ("tmpfs: /", "tmpfs mounts at /, over everything"),
+        ("ulimits: {nosuch: 5}", "ulimits.nosuch is no ulimit"),
+        ("ulimits: {stack: {soft: 2, hard: 1}}", "ulimits.stack has a soft limit above the hard one"),
+        ("ulimits: {stack: {soft: -1, hard: 1}}", "ulimits.stack has a soft limit above the hard one"),
+        ("ulimits: {stack: 1.5}", "ulimits.stack must be a number"),
+        (f"hostname: {'a' * 65}", "hostname (" + "a" * 60 + ") is no hostname"),
+    ],
+)
+def test_what_no_engine_takes_is_said_with_its_key(tmp_path: Path, body: str, said: str) -> None:
+    [problem] = refusals(tmp_path, body)
+    assert said in problem.message
+    assert (problem.line, problem.error_class) == (4 + body.count("\n"), "task_malformed")
+
+
+@pytest.mark.parametrize(
+    ("image", "valid"),
+    [
+        ("debian", True),
+        ("debian:bookworm-slim", True),
+        ("docker.elastic.co/elasticsearch/elasticsearch:8.11.0", True),
+        ("localhost:5000/a/b__c:1.0_x", True),
+        ("ghcr.io/owner/name@sha256:" + "0af1" * 16, True),
+        ("x:1@sha256:" + "0af1" * 16, True),
+        ("[::1]:5000/x", True),
+        ("", False),
+        ("../x", False),
+        ("UPPER/Case:tag", False),
+        ("-rf", False),
+        ("a b", False),
+        ("x:", False),
+        ("x:" + "t" * 129, False),
+        ("a/" * 300 + "a", False),
+    ],
+)
+def test_the_name_of_an_image_is_looked_at(tmp_path: Path, image: str, valid: bool) -> None:
+    text = f"services:\n  db:\n    image: '{image}'\n"
+    problems = read(tmp_path, text)[1]
+    if valid:
+        assert problems == []
+    else:
+        assert [(one.line, one.error_class) for one in problems] == [(3, "task_malformed")]
+        assert problems[0].message.startswith("services.db.image")
+    with pytest.raises(TaskError, match=r"yaml:1: services\.db\.image") if not valid else nullcontext():
+        services(tmp_path, "services: {db: {image: '${IMAGE}'}}", {"IMAGE": image})
+
+
+def test_ulimits_may_be_unlimited_as_elasticsearch_has_it(tmp_path: Path) -> None:
+    found = service(
+        tmp_path, "ulimits: {memlock: {soft: -1, hard: -1}, nproc: -1, nofile: {soft: 1, hard: 65536}}"
+    )
+    assert found.ulimits == {"memlock": (-1, -1), "nproc": (-1, -1), "nofile": (1, 65536)}
+
+
+@pytest.mark.parametrize("files", [1048577, -1, 99999999999])
+def test_more_open_files_than_a_kernel_has_are_refused(tmp_path: Path, files: int) -> None:
+    [problem] = refusals(tmp_path, f"ulimits: {{nofile: {files}}}")
+    assert (problem.line, problem.error_class) == (4, "unsupported")
+    assert "1048576" in problem.remedy
+
+
+class TestMountsAt:
+    """What is mounted where the kernel, the engine or Rollcage has its own is refused."""
+
+    VOLUMES = "volumes: {v: {}}\n"
+
+    @pytest.mark.parametrize(
+        "target", ["/proc", "/proc/1/x", "/sys", "/sys/fs/cgroup", "/dev", "/dev/../dev/x"]
+    )
+    @pytest.mark.parametrize(
+        "body", ["tmpfs: {}", "volumes: ['v:{}']", "volumes: ['./f:{}']", "volumes: ['{}']"]
+    )
+    def test_the_kernels(self, tmp_path: Path, target: str, body: str) -> None:
+        (tmp_path / "f").write_text("")
+        [problem] = refusals(tmp_path, body.format(target), top=self.VOLUMES)
+        assert "which is the kernel's" in problem.message
+        assert (problem.line, problem.error_class) == (4, "unsupported")
+
+    @pytest.mark.parametrize("target", ["/etc/hosts", "/etc/resolv.conf", "/etc/hostname"])
+    def test_the_engines(self, tmp_path: Path, target: str) -> None:
+        (tmp_path / "f").write_text("")
+        for body in (f"volumes: ['./f:{target}:ro']", f"configs: [{{source: c, target: {target}}}]"):
+            [problem] = refusals(tmp_path, body, top="configs: {c: {content: x}}\n")
+            assert f"mounts at {target}, which is the engine's own" in problem.message
+
+    @pytest.mark.parametrize(
+        "target",
+        [
+            "/tests",
+            "/tests/x",
+            "/solution",
+            "/logs",
+            "/logs/",
+            "/logs/verifier",
+            "/logs/agent",
+            "/logs/artifacts/x",
+        ],
+    )
+    @pytest.mark.parametrize(
+        "body",
+        [
+            "tmpfs: ['{}:size=1m']",
+            "volumes: ['v:{}']",
+            "volumes: ['{}']",
+            "volumes: [{{type: tmpfs, target: '{}'}}]",
+        ],
+    )
+    def test_ours_in_main(self, tmp_path: Path, target: str, body: str) -> None:
+        [problem] = refusals(tmp_path, body.format(target), "main", top=self.VOLUMES)
+        assert f"mounts at {target.rstrip('/')} of main" in problem.message
+        assert (problem.line, problem.error_class) == (4, "unsupported")
+        service(tmp_path, body.format(target), top=self.VOLUMES)  # another service has its own
+
+    def test_ours_in_main_by_files_that_two_share(self, tmp_path: Path) -> None:
+        (tmp_path / "f").mkdir()
+        text = "services:\n  main: {volumes: ['./f:/tests']}\n  db: {image: x, volumes: ['./f:/f']}\n"
+        [problem] = read(tmp_path, text)[1]
+        assert "mounts at /tests of main" in problem.message
+        assert services(tmp_path, text.splitlines()[0] + "\n" + text.splitlines()[1])  # a copy is made anew
+
+    def test_what_is_nobodys(self, tmp_path: Path) -> None:
+        tmpfs = "['/dev/shm:size=64m', '/run:rw,noexec,nosuid,size=10%,mode=1777,uid=5']"
+        text = f"services: {{main: {{tmpfs: {tmpfs}, volumes: ['v:/logs/app']}}}}\n"
+        assert services(tmp_path, text + self.VOLUMES)["main"].tmpfs["/dev/shm"] == "size=64m"
 
 
 class TestNetworks:

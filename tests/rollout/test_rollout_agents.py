@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rollcage.rollout.agents import run as agents_run
 from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.outcome import Outcome, PolicyError, Stage
 from rollcage.rollout.policies.base import Completion, Policy, PolicySession
+from rollcage.rollout.sandbox import container
 from rollcage.rollout.trajectory import Attempt
 
 pytestmark = [pytest.mark.docker, pytest.mark.asyncio(loop_scope="module")]
@@ -361,3 +363,33 @@ class TestThePolicy:
         attempt = await rollouts.attempt(rollouts.task(), "bash", policy=policy, agent_timeout_sec=1)
         assert attempt.error_class == "agent_timeout"
         assert attempt.infra_seconds == pytest.approx(0, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent"),
+    [
+        ({}, ["tests"]),
+        ({"files": {"solution/data/more.txt": "42\n"}}, ["solution", "tests"]),
+        ({"agent": 'user = "nobody"\n', "solution": "echo 42 >/tmp/answer\n"}, ["solution", "tests"]),
+        (
+            {"dockerfile": "FROM debian:bookworm-slim\nRUN mkdir /solution\nWORKDIR /app\n"},
+            ["solution", "tests"],
+        ),
+    ],
+    ids=["one script", "more files", "no root", "there already"],
+)
+async def test_a_solution_of_one_script_needs_no_upload_where_root_can_write_it(
+    rollouts: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], sent: list[str]
+) -> None:
+    uploads = []
+    upload = container.files.upload
+
+    async def noted(engine: Any, container_id: str, source: Path, target: str, **how: Any) -> None:
+        uploads.append(source.name)
+        await upload(engine, container_id, source, target, **how)
+
+    monkeypatch.setattr(container.files, "upload", noted)
+    test = "grep -q 42 /app/answer /tmp/answer && echo 1 >/logs/verifier/reward.txt || echo 0 >/logs/verifier/reward.txt"
+    attempt = await rollouts.attempt(rollouts.task(test=test, **settings))
+    assert (attempt.outcome, attempt.error_class) == (Outcome.PASSED, None)
+    assert uploads == sent

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollcage.rollout.task import Problem, check_task
+from rollcage.rollout import task as task_module
+from rollcage.rollout.outcome import RolloutError
+from rollcage.rollout.task import Problem, check_task, load_task, near_misses
 
 FILES = {
     "task.toml": "",
@@ -302,3 +304,40 @@ def test_links_within_a_task_and_those_that_a_builder_copies_as_they_are_stay(tm
     task, problems = check_task(tmp_path)
     assert problems == []
     assert task is not None
+
+
+def test_a_pipe_among_the_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "environment").mkdir()
+    (tmp_path / ".git").mkdir()
+    os.mkfifo(tmp_path / "environment/pipe")
+    os.mkfifo(tmp_path / ".git/pipe")  # no part of the task
+    [problem] = problems_of(tmp_path, {})
+    assert problem.file == str(tmp_path / "environment/pipe")
+    assert problem.message.startswith("is a pipe")
+    assert problem.error_class == "task_malformed"
+
+
+def test_what_nobody_foresaw_of_one_task_is_a_problem_of_that_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def surprise(*_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(task_module, "with_context", surprise)
+    [problem] = problems_of(tmp_path, {})
+    assert (problem.file, problem.error_class) == (str(tmp_path), "internal_error")
+    assert "RecursionError in test_task_problems.py:" in problem.message
+    assert problem.message.endswith("too deep")
+    assert near_misses(tmp_path) == []
+    with pytest.raises(RolloutError) as raised:
+        load_task(tmp_path)
+    assert raised.value.error_class == "internal_error"
+
+
+def test_an_interrupt_is_no_problem_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(task_module, "with_context", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        problems_of(tmp_path, {})

@@ -114,6 +114,27 @@ ENGINE = [
     ("start a container", 500, "Cannot mkdir: /etc/passwd is not a directory", "container_config"),
     ("create a container", 400, "invalid environment variable: =x", "container_config"),
     ("create a container", 400, "something that only a later engine minds", "container_config"),
+    ("start the service b", 500, "failed to create shim task: OCI runtime create failed: runc create failed: wrong"
+     " rlimit value: RLIMIT_NOSUCH: unknown", "container_config"),
+    ("start the service b", 500, OCI + "error during container init: error setting rlimits for ready process: error"
+     " setting rlimit type 7: operation not permitted: unknown", "container_config"),
+    ("start a container", 500, OCI + "error during container init: environment variable value can't contain"
+     ' null(\\x00): "A=a\\x00b": unknown', "container_config"),
+    ("start a container", 500, OCI + 'error during container init: error mounting "/var/lib/docker/volumes/v/_data" to'
+     ' rootfs at "/proc": "/var/lib/docker/overlay2/1/merged/proc" cannot be mounted because it is inside /proc:'
+     " unknown", "container_config"),
+    ("start a container", 500, OCI + 'error during container init: error mounting "tmpfs" to rootfs at "/proc/x": mkdir'
+     " /var/lib/docker/overlay2/1/merged/proc/x: no such file or directory: unknown", "container_config"),
+    ("start a container", 500, OCI + 'error during container init: error mounting "tmpfs" to rootfs at "/x": mount'
+     " tmpfs:/x (via /proc/self/fd/6), flags: 0xe, data: size=frob: invalid argument: unknown", "container_config"),
+    ("start a container", 500, OCI + "error during container init: sethostname: invalid argument: unknown",
+     "container_config"),
+    ("start a container", 500, 'invalid tmpfs option ["frobnicate"]', "container_config"),
+    ("create a container", 500, "json: cannot unmarshal number 109951161678088372224 into Go struct field"
+     " HostConfig.HostConfig.Memory of type int64", "container_config"),
+    # the same mounts where the host is at fault
+    ("start a container", 500, OCI + 'error during container init: error mounting "proc" to rootfs at "/proc": mount'
+     " proc:/proc (via /proc/self/fd/6), flags: 0xe: operation not permitted: unknown", "container_start"),
     # starting
     ("create a container", 400, "Unknown runtime specified runsc", "container_start"),
     ("create a container", 400, "unknown or invalid runtime name: runsc", "container_start"),
@@ -157,6 +178,12 @@ ENGINE = [
      " invalid, it needs to be an absolute path", "container_config"),
     ("start a container", 400, OCI + 'exec: "could not find an available, non-overlapping IPv4 address pool": stat'
      " could not find: no such file or directory: unknown", "container_config"),
+    ("start a container", 500, OCI + 'error mounting "/x/wrong rlimit value: x" to rootfs at "/y": mkdir'
+     " /var/lib/docker/overlay2/1/merged/y: no space left on device: unknown", "disk_full"),
+    ("start a container", 500, OCI + "error during container init: write /x/error setting rlimit type 7: environment"
+     " variable value can't contain null: no space left on device: unknown", "disk_full"),
+    ("start a container", 500, 'error creating overlay mount to /x/invalid tmpfs option ["x"]: json: cannot unmarshal'
+     " number 1 into Go x: no space left on device", "disk_full"),
 ]  # fmt: skip
 
 

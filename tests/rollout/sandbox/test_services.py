@@ -169,6 +169,15 @@ async def test_every_container_has_limits_labels_and_walls(start: Start, pool: S
     assert {key: volume["Labels"].get(key) for key in labels} == dict(labels)
 
 
+async def test_an_unlimited_ulimit_is_as_much_as_the_engine_gives(start: Start, pool: SandboxPool) -> None:
+    """Elasticsearch's published file asks for it; an engine without CAP_SYS_RESOURCE cannot give it."""
+    sandbox = await start(
+        f"services: {{db: {{image: {BASE}, command: sleep 100, ulimits: {{memlock: -1, nofile: 4096}}}}}}"
+    )
+    ended = await sandbox.services["db"].run("ulimit -n", timeout=30)
+    assert ended.stdout.split() == [b"4096"]
+
+
 async def test_main_alone_has_no_network_of_its_own(start: Start, pool: SandboxPool) -> None:
     sandbox = await start("services: {main: {working_dir: /opt, environment: [X=1]}}")
     assert await say(sandbox, "pwd; echo $X; ls /sys/class/net") == "/opt\n1\nlo"

@@ -138,7 +138,10 @@ async def collect_garbage(
     docker_host: str | None, *, job: str | None, everything: bool, images: bool
 ) -> dict[str, int]:
     """Remove what is past its deadline, and all of hosts whose process on this machine is dead; or all of a job's,
-    or all of ours. Counts by kind, `stuck_networks` among them: what the engine would not remove. Raises `CouldNotRun`, and `InputError` for a job that has nothing there."""
+    or all of ours. Counts by kind, `stuck_networks` among them: what the engine would not remove.
+
+    Raises `CouldNotRun`, and `InputError` for a job that has nothing there.
+    """
     from rollcage.rollout.sandbox.engine import Engine
     from rollcage.rollout.sandbox.reaper import hosts_of, reap, reap_dead, stuck_networks
 

@@ -449,12 +449,10 @@ def test_what_changes_nothing_is_taken(tmp_path: Path, body: str) -> None:
 
 
 def chain(length: int) -> str:
-    """Services of which each depends on the next, all on the network of the last."""
+    """Services of which each depends on the next, none but the last on a network."""
     lines = ["services:", "  main: {}", f"  s{length}: {{image: x}}"]
     for number in range(length):
-        lines.append(
-            f"  s{number}: {{image: x, network_mode: 'service:s{length}', depends_on: [s{number + 1}]}}"
-        )
+        lines.append(f"  s{number}: {{image: x, network_mode: none, depends_on: [s{number + 1}]}}")
     return "\n".join(lines)
 
 

@@ -389,7 +389,7 @@ async def test_a_solution_of_one_script_needs_no_upload_where_root_can_write_it(
         await upload(engine, container_id, source, target, **how)
 
     monkeypatch.setattr(container.files, "upload", noted)
-    test = "grep -q 42 /app/answer /tmp/answer && echo 1 >/logs/verifier/reward.txt || echo 0 >/logs/verifier/reward.txt"
+    test = "grep -q 42 /app/answer /tmp/answer && reward=1; echo ${reward-0} >/logs/verifier/reward.txt"
     attempt = await rollouts.attempt(rollouts.task(test=test, **settings))
     assert (attempt.outcome, attempt.error_class) == (Outcome.PASSED, None)
     assert uploads == sent

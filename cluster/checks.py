@@ -58,6 +58,9 @@ def _image_problems(path: Path, task: Task | None) -> list[Problem]:
             except OSError as error:
                 said = f"cannot be read: {error.strerror}"
                 found.append(Problem(str(error.filename or one.context), None, said, "make it readable"))
+            except RecursionError:
+                file = str(one.context / one.dockerfile)
+                found.append(Problem(file, None, "is nested too deep", "is it the right file?"))
     return list(dict.fromkeys(found))
 
 

@@ -31,7 +31,10 @@ config_app = typer.Typer(help="What a job's YAML may say.", no_args_is_help=True
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(config_app, name="config")
 
-out = Console(file=sys.stdout)
+NO_TERMINAL = 10_000
+"""Columns where nobody looks on: tables take what they need, and no text is broken."""
+
+out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else NO_TERMINAL)
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]

@@ -97,7 +97,9 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
     Counts are rollouts where nothing else is said; rates are None where there is nothing to divide by; times
     are seconds. `tasks` has an entry for each (agent, task). `pass_at_k` is the mean over the tasks of one
     agent, so that a run of several agents has it under `by_agent` only. `attempt_errors` counts attempts,
-    those that were tried again too; `evidence` has examples of each. Raises `NoRun`.
+    those that were tried again too; `evidence` has examples of each. `wall_seconds` are the whole job's, with Ray's
+    start and end; `rollout_seconds` go from the first start to the last end of an attempt or rollout, and rates by
+    time are by them. Raises `NoRun`.
     """
     location = Location.of(run)
     summary = location.read_json("summary.json")
@@ -139,6 +141,7 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
             evidence.add(row)
 
     wall = (summary or {}).get("wall_seconds") or times.span
+    busy = (attempts and times.span) or wall  # without an attempt, nothing took time
     report = whole.report()
     per_task = [
         {
@@ -169,7 +172,8 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
         "by_domain": _by_domain(whole.error_classes),
         "attempt_errors": _in_table_order(attempt_errors),
         "wall_seconds": wall,
-        "rollouts_per_second": report["rollouts"] / wall if wall else None,
+        "rollout_seconds": busy,
+        "rollouts_per_second": report["rollouts"] / busy if busy else None,
         "pass_at_k": next(iter(per_agent.values()))["pass_at_k"] if len(per_agent) == 1 else None,
         "by_agent": per_agent,
         "phases": {
@@ -186,7 +190,7 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
         "commands": totals["command_count"],
         "prompt_tokens": totals["prompt_tokens"],
         "completion_tokens": totals["completion_tokens"],
-        "completion_tokens_per_second": totals["completion_tokens"] / wall if wall else None,
+        "completion_tokens_per_second": totals["completion_tokens"] / busy if busy else None,
         "quarantined": [entry for entry in per_task if entry["quarantined"]],
         "tasks": per_task,
         "evidence": evidence.by_error_class(),

@@ -46,7 +46,10 @@ def _headline(summary: dict[str, Any]) -> Text:
     text.append(f"{summary['rollouts']} rollouts", style="bold")
     text.append(f", {summary['attempts']} attempts (retries: {summary['retries']})")
     if speed is not None:
-        text.append(f" in {_duration(summary['wall_seconds'])}, {speed:.2f} rollouts/s")
+        spent, whole = (_duration(summary[name]) for name in ("rollout_seconds", "wall_seconds"))
+        text.append(
+            f" in {spent}, {speed:.2f} rollouts/s" + (f" (the whole job: {whole})" if whole != spent else "")
+        )
     if summary["completion_tokens"]:
         text.append(f", {summary['completion_tokens']:,} tokens sampled")
     return text

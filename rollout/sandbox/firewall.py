@@ -208,7 +208,11 @@ def _forward() -> list[str]:
         f"-o {INTERFACE}+ -j {REFUSE}",
         f"-i {INTERFACE}{INTERNAL}+ -j {REFUSE}",
         # Whatever an allowlist opens: they resolve every name.
-        *(rule for address in resolvers() for rule in _dns(f"-i {INTERFACE}{ALLOWLIST}+ -d {address}", REFUSE)),
+        *(
+            rule
+            for address in resolvers()
+            for rule in _dns(f"-i {INTERFACE}{ALLOWLIST}+ -d {address}", REFUSE)
+        ),
         f"-j {NETWORKS}",
         *(rule for address in resolvers() for rule in _dns(f"-d {address}", "RETURN")),
         *(f"-d {refused} -j {REFUSE}" for refused in REFUSED),

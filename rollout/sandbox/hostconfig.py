@@ -39,9 +39,9 @@ KEPT_CAPABILITIES = (
 )
 
 NO_RESOLVER = ("192.0.2.53",)
-"""`SandboxSpec.dns` on a network without a way out: nobody's address (RFC 5737), which the engine's own DNS cannot reach
-from there. Left to choose, it would ask the machine's resolvers, and those at a loopback address from the machine's
-own network namespace: names would leave after all (CVE-2024-29018). It is not a loopback address itself."""
+"""`SandboxSpec.dns` on a network without a way out: nobody's address (RFC 5737), which the engine's own DNS cannot
+reach from there. Left to choose, it would ask the machine's resolvers, and those at a loopback address from the
+machine's own network namespace: names would leave after all (CVE-2024-29018)."""
 
 NO_NAMES = {"DnsSearch": ["."], "DnsOptions": ["timeout:1", "attempts:1", "ndots:1"]}
 """With `NO_RESOLVER`. The engine's DNS gives no answer at all where it reaches no resolver, so that programs wait for

@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from rollcage.cluster.ledger import Ledger
+from rollcage.rollout.arrow import Location
 from rollcage.rollout.outcome import Evidence, Outcome
+from rollcage.rollout.rows import rollouts_batch
 from rollcage.rollout.trajectory import Attempt, Reward, Trajectory
 
 ROLLCAGE = Path(sys.executable).parent / "rollcage"
@@ -219,7 +221,11 @@ def test_a_report_as_json_has_what_scripts_read(run_dir: Path) -> None:
     assert report["by_domain"]["task"] == 4
     assert report["pass_rate"] == 0.75
     assert 0 < report["pass_rate_low"] < 0.75 < report["pass_rate_high"] < 1
-    assert (report["wall_seconds"], report["rollouts_per_second"]) == (8.0, 1.0)
+    assert [report[key] for key in ("wall_seconds", "rollout_seconds", "rollouts_per_second")] == [
+        8.0,
+        4.0,
+        2.0,
+    ]
     tasks = {task["task"]: task for task in report["tasks"]}
     assert {"task", "digest", "passed", "failed", "invalid", "error_classes"} <= tasks["bad"].keys()
     assert (tasks["bad"]["invalid"], tasks["bad"]["error_classes"]) == (4, {"image_build": 4})
@@ -230,6 +236,19 @@ def test_a_report_for_people_names_the_outcomes(run_dir: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for word in ("passed", "failed", "invalid", "image_build", "exit 7", "good", "bad"):
         assert word in done.stdout
+
+
+def test_a_report_into_a_pipe_is_not_wrapped(run_dir: Path) -> None:
+    said = "a step that says what was wrong, word after word, to its very end, " * 3
+    job = Location(run_dir)
+    evidence = Evidence(said, "builder")
+    lost = Attempt(
+        "", "job-1", "lost", "d", 0, 1, "nop", "", "h", Outcome.INVALID, "build_infra", evidence=evidence
+    )
+    job.write_shard("rollouts", [rollouts_batch([(lost, 0, 1)])])
+    done = rollcage("report", run_dir, COLUMNS="80")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert said.strip() in done.stdout
 
 
 # Tasks
@@ -271,6 +290,20 @@ def test_what_is_wrong_with_a_dockerfile_is_told_without_a_build(tmp_path: Path,
     assert last == "1 tasks checked, 1 with problems"
 
 
+def test_files_that_are_nested_too_deep_are_one_tasks_problem(tmp_path: Path, write_task: Any) -> None:
+    deep = "${A:-" * 3000 + "}" * 3000
+    write_task("tasks/a", dockerfile=f"FROM a\nENV A={deep}\n")
+    compose = write_task("tasks/b") / "environment/docker-compose.yaml"
+    compose.write_text(f"services:\n  main: {{environment: {{A: '{deep}'}}}}\n")
+    write_task("tasks/c")
+    done = rollcage("tasks", "check", "tasks", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    first, second, last = done.stdout.splitlines()
+    assert "tasks/a/environment/Dockerfile: is nested too deep" in first
+    assert "tasks/b/environment/docker-compose.yaml:2: services.main.environment.A nests variables" in second
+    assert last == "3 tasks checked, 2 with problems"
+
+
 def test_good_tasks_are_status_0(write_task: Any) -> None:
     done = rollcage("tasks", "check", write_task("tasks/a"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 tasks checked, 0 with problems\n", "")
@@ -292,6 +325,18 @@ def test_a_key_that_looks_like_a_known_one_is_a_warning_and_no_problem(write_tas
     assert done.stdout.splitlines()[-1] == "1 tasks checked, 0 with problems"
     shown = json.loads(rollcage("tasks", "check", task, "--json").stdout)
     assert [warning["line"] for warning in shown["tasks"][0]["warnings"]] == [3, 9, 13]
+
+
+def test_an_allowlist_over_private_ranges_is_a_warning(write_task: Any) -> None:
+    listed = 'network_mode = "allowlist"\nallowed_hosts = ["8.0.0.0/5", "1.1.1.1", "a.org"]\n'
+    done = rollcage("tasks", "check", write_task("tasks/a", toml=f"[environment]\n{listed}"))
+    assert done.returncode == 0, done.stdout
+    [warning, _] = done.stdout.splitlines()
+    assert (
+        "task.toml: allowed_hosts has 8.0.0.0/5, and 10.0.0.0/8 is not the internet: what overlaps stays"
+        in warning
+    )
+    assert "sandbox.network.allow_private" in warning
 
 
 def old_task(root: Path) -> Path:

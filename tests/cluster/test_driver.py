@@ -25,7 +25,7 @@ from rollcage.cluster.progress import JobProgress
 from rollcage.rollout.arrow import Location, read_attempts, read_rollouts, read_shards
 from rollcage.rollout.outcome import BY_NAME, TABLE, Domain, Evidence, Outcome, RolloutError, SandboxError
 from rollcage.rollout.rollout import AttemptSpec
-from rollcage.rollout.task import Environment, Step, Task
+from rollcage.rollout.task import Environment, Step, Task, hide_values
 from rollcage.rollout.trajectory import Attempt, Reward, Trajectory
 
 Answer = str | BaseException | Awaitable[str]
@@ -51,6 +51,7 @@ class World:
         hosts: int = 1,
         replacements: int = 0,
         agents: tuple[str, ...] = ("a",),
+        redact: Callable[[str], str] = lambda text: text,
         **plan: Any,
     ) -> None:
         made = [make_task(f"task{number}") for number in range(tasks)]
@@ -70,9 +71,8 @@ class World:
         self.built: list[tuple[str, str]] = []
         self.said = io.StringIO()
         self.total = sum(1 for _ in self.plan.rollouts())
-        self.driver = Driver(
-            self.plan, self.ledger, self, JobProgress(self.total, Console(file=self.said, width=200))
-        )
+        progress = JobProgress(self.total, Console(file=self.said, width=200), redact)
+        self.driver = Driver(self.plan, self.ledger, self, progress)
 
     async def start(self) -> list[Any]:
         return list(self.hosts)
@@ -676,3 +676,15 @@ async def test_one_record_that_cannot_be_written_is_one_bad_rollout(tmp_path: Pa
     world.hosts[0].run = run_oddly  # type: ignore[method-assign]
     ends = await world.drive()
     assert ends.outcomes == {("passed", None): 3, ("invalid", "internal_error"): 1}
+
+
+async def test_what_a_host_raises_is_told_and_kept_without_the_values_of_variables(tmp_path: Path) -> None:
+    redact = hide_values({"KEY": "s3cret-token-12345"})
+    world = World(tmp_path / "run", tasks=1, samples=1, redact=redact)
+    world.build = lambda _task, _host: ValueError("bad: S3cret-token-12345")
+    ends = await world.drive()
+    [row] = ends.rollouts
+    assert row["evidence"]["message"] == "ValueError: bad: ${KEY}"
+    assert "${KEY}" in row["evidence"]["log_tail"]
+    assert "bad: ${KEY}" in world.text
+    assert "12345" not in f"{row} {world.text}"

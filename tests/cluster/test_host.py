@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,24 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
 SETTINGS = '[environment]\nmemory_mb = 64\nnetwork_mode = "no-network"\n'
 
 
-@pytest.fixture
-async def host() -> AsyncIterator[SandboxHost]:
-    host = SandboxHost(HostSpec("test-host", SandboxSettings(pids=128, deadline_sec=300.0)))
+DOCKERFILE = "FROM debian:bookworm-slim\n"
+
+
+@asynccontextmanager
+async def opened(settings: SandboxSettings) -> AsyncIterator[SandboxHost]:
+    host = SandboxHost(HostSpec("test-host", settings))
     host.name = f"test-{host.name}"
     await host.open()
-    yield host
-    await host.close()
+    try:
+        yield host
+    finally:
+        await host.close()
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[SandboxHost]:
+    async with opened(SandboxSettings(pids=128, deadline_sec=300.0)) as host:
+        yield host
 
 
 def spec(task: Task, number: int = 0, agent: str = "oracle") -> AttemptSpec:
@@ -84,6 +96,29 @@ async def test_an_image_that_does_not_build_is_an_answer_and_no_exception(
     prepared = await host.prepare(load_task(write_task("tasks/one", dockerfile=dockerfile)))
     assert prepared.error_class == "image_build"
     assert prepared.evidence is not None
+
+
+async def test_what_a_host_says_of_an_image_has_no_value_of_its_variables(write_task: Any) -> None:
+    root = write_task("tasks/one", toml=SETTINGS)
+    (root / "environment/docker-compose.yaml").write_text(
+        "services:\n  main: {}\n  b: {image: debian:bookworm-slim, command: sleep inf, cap_add: ['${KEY}']}\n"
+    )
+    built = write_task(
+        "tasks/two", toml=SETTINGS, dockerfile=f"{DOCKERFILE}ARG T\nRUN echo built with $T; exit 4\n"
+    )
+    (built / "environment/docker-compose.yaml").write_text(
+        "services:\n  main: {build: {context: ., args: {T: '${KEY}'}}}\n"
+    )
+    settings = SandboxSettings(pids=128, deadline_sec=300.0, environ={"KEY": "s3cret-token-12345"})
+    async with opened(settings) as host:
+        for task, error_class in ((root, "unsupported"), (built, "image_build")):
+            prepared = await host.prepare(load_task(task))
+            assert prepared.error_class == error_class
+            assert prepared.evidence is not None
+            said = f"{prepared.evidence.message} {prepared.evidence.log_tail}"
+            assert "s3cret-token-12345" not in said.lower()
+            assert "${KEY}" in said
+    assert "built with ${KEY}" in said
 
 
 @pytest.mark.parametrize("running", [False, True])

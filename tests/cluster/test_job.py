@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from rollcage.rollout.sandbox.engine import Engine
 pytestmark = [pytest.mark.ray, pytest.mark.docker, pytest.mark.timeout(240)]
 
 ROLLCAGE = Path(sys.executable).parent / "rollcage"
+DOCKERFILE = "FROM debian:bookworm-slim\n"
 SETTINGS = '[environment]\nmemory_mb = 64\nnetwork_mode = "no-network"\n'
 
 
@@ -123,7 +125,7 @@ def test_a_job_with_bad_tasks_among_good_ones(start: Callable[..., Job], write_t
     """CASES 9 and 26, from the command line to the files."""
     for name in ("a", "b", "c"):
         write_task(f"tasks/{name}", toml=SETTINGS)
-    write_task("tasks/unbuildable", toml=SETTINGS, dockerfile="FROM debian:bookworm-slim\nRUN exit 7\n")
+    write_task("tasks/unbuildable", toml=SETTINGS, dockerfile=f"{DOCKERFILE}RUN echo this is why; exit 7\n")
     tasks = write_task("tasks/torn", toml="[environment\n").parent
     job = start(
         "--tasks", tasks, "--agent", "oracle", "--agent", "nop", "--samples", "2", "--concurrency", "4"
@@ -141,7 +143,10 @@ def test_a_job_with_bad_tasks_among_good_ones(start: Callable[..., Job], write_t
     assert said.count("quarantined unbuildable: image_build:") == 1
     rows = read_rollouts(job.run, ["task", "outcome", "evidence"]).to_pylist()
     built = [row["evidence"] for row in rows if row["task"] == "unbuildable"]
-    assert all("exit 7" in evidence["message"] or evidence["exit_code"] == 7 for evidence in built)
+    assert all(evidence["exit_code"] == 7 for evidence in built)
+    assert all("this is why" in evidence["log_tail"] for evidence in built)
+    [shown, *_] = report["evidence"]["image_build"]
+    assert "this is why" in shown["log_tail"]
 
 
 def test_ctrl_c_once_what_runs_ends_and_is_written(start: Callable[..., Job], write_task: Any) -> None:
@@ -167,6 +172,26 @@ def test_ctrl_c_twice_all_is_cancelled_at_once(start: Callable[..., Job], write_
     assert status == 130
     assert job.rollouts == {("cancelled", "cancelled"): 4}
     assert report["finished"]
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGTERM, 1)])
+def test_a_signal_while_ray_starts_is_answered_at_once_and_leaves_nothing(
+    start: Callable[..., Job], write_task: Any, number: signal.Signals, times: int
+) -> None:
+    task = write_task("tasks/one", toml=SETTINGS)
+    job = start("--tasks", task, "--agent", "oracle")
+    job.until(lambda: any("rollcage-ray-" in name for name in os.listdir(job.scratch)), "Ray's files")
+    for sent in range(times):
+        os.kill(job.process.pid, number)
+        deadline = time.monotonic() + 2
+        while len(re.findall("interrupted|terminated", job.errors.read_text())) <= sent:
+            assert time.monotonic() < deadline, job.errors.read_text()
+            time.sleep(0.02)
+    out, _ = job.process.communicate(timeout=60)
+    said = job.errors.read_text()
+    assert (job.process.returncode, out) == (130, b""), said
+    assert "Traceback" not in said
+    assert (os.listdir(job.scratch), job.processes(), job.run.exists()) == ([], [], False), said
 
 
 @pytest.mark.parametrize("to", ["the job", "all of its processes"])

@@ -74,6 +74,15 @@ def test_all_missing_variables_of_all_tasks_are_in_one_message(write_task: Any, 
     ]
 
 
+def test_a_variable_twice_on_a_line_is_named_once(write_task: Any, plan: Plan) -> None:
+    """CASES 36."""
+    file = write_task("tasks/a") / "environment/docker-compose.yaml"
+    file.write_text("services:\n  main: {environment: {A: '${TOKEN}', B: 'x${TOKEN}'}}\n")
+    with pytest.raises(InputError) as error:
+        plan()
+    assert str(error.value).splitlines()[1:] == [f"  a: TOKEN ({file}:2)"]
+
+
 def test_with_skip_unready_the_other_tasks_run(write_task: Any, plan: Plan) -> None:
     write_task("tasks/fine")
     write_task("tasks/needy", toml='[environment.env]\nKEY = "${ANTHROPIC_API_KEY}"\n')

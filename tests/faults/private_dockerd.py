@@ -40,6 +40,12 @@ with socket.socket() as s:
 print("up", flush=True)
 sys.stdin.read()
 """
+_OWN_RESOLVER = """\
+mount --bind "$0" /etc/resolv.conf
+# A containerd that serves the whole machine does not see the mounts of this namespace: dockerd is to start its own.
+[ ! -d /run/containerd ] || mount -t tmpfs tmpfs /run/containerd
+exec "$@"
+"""
 _CLONE_NEWNET = 0x40000000
 _SIOCBRDELBR, _SIOCSIFFLAGS = 0x89A1, 0x8914
 
@@ -54,15 +60,24 @@ def missing() -> str | None:
 
 class PrivateEngine:
     """`pool`: the range of its address pools, of which each network takes a /24. `data`: where its images and
-    containers are, for an engine on a disk of its own."""
+    containers are, for an engine on a disk of its own. `resolver`: the one that it finds in /etc/resolv.conf, in the
+    place of the machine's."""
 
-    def __init__(self, *, pool: str = "10.253.0.0/16", data: Path | None = None, image: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        pool: str = "10.253.0.0/16",
+        data: Path | None = None,
+        image: bool = True,
+        resolver: str | None = None,
+    ) -> None:
         # Short, for the path of a socket has at most 107 characters.
         self.root = Path(tempfile.mkdtemp(prefix="rc-faults-", dir="/tmp"))
         self.url = f"unix://{self.root}/docker.sock"
         self.namespace = f"rollcage-test-{secrets.token_hex(4)}"
         self.data = data or self.root / "data"
         self._pool = pool
+        self._resolver = resolver
         self._process: subprocess.Popen[bytes] | None = None
         self._holder = subprocess.Popen(
             ["unshare", "--net", sys.executable, "-c", _HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -94,6 +109,17 @@ class PrivateEngine:
         }
         (self.root / "none.json").write_text("{}")
         command = ["dockerd", *(f"--{name}={value}" for name, value in settings.items())]
+        if self._resolver is not None:
+            (self.root / "resolv.conf").write_text(f"nameserver {self._resolver}\n")
+            command = [
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                _OWN_RESOLVER,
+                str(self.root / "resolv.conf"),
+                *command,
+            ]
         log = self.root / "log"
         with log.open("ab") as out:
             self._process = subprocess.Popen(self._inside(command), stdout=out, stderr=out)
@@ -146,6 +172,16 @@ class PrivateEngine:
     def listen(self, address: str = "127.0.0.1") -> socket.socket:
         """A socket that listens in its network namespace, at a port that the kernel chooses."""
         return self._in_namespace(lambda: socket.create_server((address, 0), backlog=64))
+
+    def hear(self, address: str, port: int) -> socket.socket:
+        """A socket for datagrams in its network namespace."""
+
+        def bind() -> socket.socket:
+            heard = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            heard.bind((address, port))
+            return heard
+
+        return self._in_namespace(bind)
 
     def remove_bridge(self, name: str) -> None:
         """Delete a bridge under it, as a network script does that does not know of Docker."""

@@ -111,3 +111,5 @@ def test_a_hosts_values_are_taken_out_of_texts_that_are_kept(tmp_path: Path) -> 
     )
     assert redact("ret-key is what is left of it, ey is not") == "${KEY} is what is left of it, ey is not"
     assert redactor(task, {"KEY": ""})("as it is") == "as it is"
+    assert redact("S3CRET-KEY-longer, s3Cret-Key") == "${LONG}, ${KEY}"
+    assert redact("CRET-KEY is cut") == "${KEY} is cut"

@@ -92,6 +92,21 @@ def problems_of(root: Path, files: dict[str, str | bytes | None]) -> list[Proble
             'may have a star only as a leading "*."',
             "correct it",
         ),
+        *(
+            (f'[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["{entry}"]', 3, said, "correct it")
+            for entry, said in (
+                ("0xC0000202", "another spelling of an IP address: write 192.0.2.2"),
+                ("0300.0.2.2", "another spelling of an IP address: write 192.0.2.2"),
+                ("3221225986", "another spelling of an IP address: write 192.0.2.2"),
+                ("127.1", "another spelling of an IP address: write 127.0.0.1"),
+                ("1.2.3", "another spelling of an IP address: write 1.2.0.3"),
+                ("*.1.2.3", "another spelling of an IP address"),
+                ("1.2.3.4.5", "ends in a number, and is no IP address"),
+                ("example.08", "ends in a number, and is no IP address"),
+                ("Localhost.", "is the sandbox itself"),
+                ("a.localhost", "is the sandbox itself"),
+            )
+        ),
         ('[environment]\nallow_internet = "no"', 2, "true or false", "allow_internet = true"),
         ("[environment.env]\nPORT = 80", 2, "[environment.env].PORT must be a string, not 80", 'PORT = "80"'),
         ('[environment.env]\n"A=B" = "x"', 2, "is not a variable's name", "letters"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollcage.rollout.outcome import SandboxError, TaskError
-from rollcage.rollout.sandbox import dns, egress
+from rollcage.rollout.sandbox import dns, egress, firewall
 from rollcage.rollout.sandbox.container import DockerSandbox
 from rollcage.rollout.sandbox.networks import Networks
 
@@ -73,6 +73,27 @@ async def test_what_is_listed_is_reached_and_nothing_else(
     assert await reaches(sandbox, outside.private) == REFUSED
     assert await reaches(sandbox, lease.dns[0], 22) == REFUSED
     assert {name.rstrip(".") for name in lookups} == {"mirror.example.com"}
+
+
+@pytest.mark.docker
+async def test_the_machines_own_resolver_is_asked_by_nobody_whatever_is_listed(
+    make_networks: Make, join: Join, reaches: Reaches, outside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolvers = [*firewall.resolvers(), outside.private, outside.other]
+    monkeypatch.setattr(firewall, "resolvers", lambda: resolvers)
+    networks = make_networks(allow_private=["10.77.0.0/16"])
+    try:
+        listed = ["8.0.0.0/5", "198.51.100.0/24"]
+        sandbox = await join(networks, await networks.lease("allowlist", listed))
+        assert await reaches(sandbox, outside.address, 53) == "outside"
+        for resolver in (outside.private, outside.other):
+            assert await reaches(sandbox, resolver, 53) == REFUSED
+            assert await reaches(sandbox, resolver, 80) == "outside"
+        free = await join(networks, await networks.lease("public"))
+        assert await reaches(free, outside.private, 53) == "outside"
+    finally:
+        monkeypatch.undo()
+        firewall.ensure()
 
 
 @pytest.mark.docker

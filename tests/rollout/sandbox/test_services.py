@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rollcage.rollout.sandbox.base import Sandbox
 from rollcage.rollout.sandbox.container import remove_container
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.faults import engine_fault
+from rollcage.rollout.sandbox.hostconfig import NO_RESOLVER
 from rollcage.rollout.sandbox.pool import SandboxPool, SandboxSettings
 from rollcage.rollout.sandbox.reaper import reap
 from rollcage.rollout.sandbox.service_container import DockerService
@@ -197,6 +199,20 @@ services:
     own = await say(sandbox, "readlink /proc/self/ns/net")
     assert (await sandbox.service("beside").run("readlink /proc/self/ns/net", timeout=30)).text.strip() == own
     assert (await sandbox.service("apart").run("ls /sys/class/net", timeout=30)).text.strip() == "lo"
+
+
+async def test_without_internet_names_are_resolved_within_the_task_alone(
+    start: Start, pool: SandboxPool
+) -> None:
+    sandbox = await start(f"services: {{db: {{image: '{BASE}', command: sleep 100}}}}")
+    containers = await pool.engine.call("list", lambda api: api.containers(filters=mine(pool)))
+    made = [pool.engine.api.inspect_container(one["Id"])["HostConfig"] for one in containers]
+    assert [host["Dns"] for host in made] == [list(NO_RESOLVER)] * 2
+    assert "db" in await say(sandbox, "getent hosts db")
+    assert "main" in (await sandbox.service("db").run("getent hosts main", timeout=30)).text
+    began = time.monotonic()
+    assert await say(sandbox, "getent hosts nosuch.example nosuch || echo none") == "none"
+    assert time.monotonic() - began < 8, "the engine's DNS makes it twenty seconds for one name"
 
 
 async def test_an_images_own_healthcheck_counts(start: Start, build_image: Callable[[str], str]) -> None:

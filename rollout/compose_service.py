@@ -16,7 +16,7 @@ from typing import get_args
 
 from rollcage.rollout.compose_files import build_context, env_file, inside, read_mounts
 from rollcage.rollout.compose_limits import BREAKS_OUT, LIMITS, Reading, capabilities
-from rollcage.rollout.compose_model import Check, Condition, Dependency, Service
+from rollcage.rollout.compose_model import MAIN, Check, Condition, Dependency, Service
 from rollcage.rollout.compose_yaml import Place
 
 _NO_MEANING = frozenset(
@@ -237,7 +237,10 @@ def _networks(reading: Reading, place: Place) -> None:
 
 def _network_mode(reading: Reading, place: Place) -> None:
     mode = place.text() or ""
-    if mode == "none" or (mode.startswith("service:") and mode != f"service:{reading.name}"):
+    if reading.name == MAIN and mode != "host":
+        # Its network is the rollout's: this would promise less than it has.
+        place.unsupported(f"is {mode}", 'take it out: task.toml\'s network_mode = "no-network" is for that')
+    elif mode == "none" or (mode.startswith("service:") and mode != f"service:{reading.name}"):
         reading.values["network"] = mode
         if mode != "none":
             other = mode.removeprefix("service:")

@@ -430,6 +430,8 @@ def test_what_is_not_done_is_named_with_its_key(tmp_path: Path, body: str, key: 
         ("command: python server.py", "command"),
         ("entrypoint: ['/start.sh']", "entrypoint"),
         ("cap_drop: [ALL]", "cap"),
+        ("network_mode: none", "network_mode"),
+        ("network_mode: 'service:db'", "network_mode"),
     ],
 )
 def test_what_main_cannot_have(tmp_path: Path, body: str, key: str) -> None:

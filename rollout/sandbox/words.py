@@ -20,6 +20,15 @@ LINE_CHARS = 15_000
 """The classic builder takes 64 KiB in one line of a Dockerfile; a character is 4 bytes at most."""
 
 
+MOST_CHARS = 1 << 20
+"""What the variables of one text may become: one that stands twice in the next doubles with every line."""
+
+MOST_PATTERN_CHARS = 10_000
+"""A value to which a pattern is put, in time that grows with its square."""
+
+MOST_NESTED = 50
+
+
 class WordError(ValueError):
     """The text cannot be read as words."""
 
@@ -97,6 +106,8 @@ class _Lexer:
         self.raw_escapes = raw
         self.keep_unset = raw or keep_unset
         self.at = 0
+        self.grown = 0
+        self.nested = 0
 
     def run(self, stop: str = "", raw_escapes: bool | None = None) -> tuple[str, list[str]]:
         """(the text as one word, the same split into words), up to `stop`, which is consumed."""
@@ -188,6 +199,13 @@ class _Lexer:
         return name
 
     def _dollar(self) -> str:
+        piece = self._variable()
+        self.grown += len(piece)
+        if self.grown > MOST_CHARS:
+            raise WordError(f"its variables become more than {MOST_CHARS >> 20} MiB of text")
+        return piece
+
+    def _variable(self) -> str:
         self.at += 1
         if self._peek() != "{":
             name = self._name()
@@ -209,7 +227,13 @@ class _Lexer:
             sign = self._take()
         if not sign or sign not in "+-?#%" or (null_is_unset and sign in "#%"):
             raise WordError(f"${{{name}{':' if null_is_unset else ''}{sign}...}} is not a known substitution")
+        self.nested += 1
+        if self.nested > MOST_NESTED:
+            raise WordError(f"substitutions are nested more than {MOST_NESTED} deep")
         word, _ = self.run("}", raw_escapes=sign in "#%")
+        self.nested -= 1
+        if sign in "#%":
+            _bounded(value)
         if value is None and self.keep_unset:
             return f"${{{name}{':' if null_is_unset else ''}{sign}{word}}}"
         unset = value is None or (null_is_unset and not value)
@@ -230,9 +254,15 @@ class _Lexer:
         self.at += every
         pattern, _ = self.run("/", raw_escapes=True)
         replacement, _ = self.run("}", raw_escapes=True)
+        _bounded(value)
         if value is None:
             return f"${{{name}/{pattern}/{replacement}}}" if self.keep_unset else ""
         return re.sub(_pattern(pattern), lambda _: replacement, value, count=0 if every else 1)
+
+
+def _bounded(value: str | None) -> None:
+    if value is not None and len(value) > MOST_PATTERN_CHARS:
+        raise WordError(f"a pattern is put to a value of more than {MOST_PATTERN_CHARS} characters")
 
 
 def _trimmed(value: str, word: str, *, suffix: bool) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from rollcage.rollout.sandbox.lint import dockerfile_problems
 from rollcage.rollout.sandbox.modes import Chmod
+from rollcage.rollout.sandbox.words import WordError, expand
 
 
 def found(tmp_path: Path, text: str, target: str | None = None) -> list[tuple[int | None, str, str]]:
@@ -99,3 +100,26 @@ def test_modes_in_letters_are_those_of_chmod(letters: str, before: int, after: i
 def test_a_mode_that_is_none_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="neither"):
         Chmod.parse(text)
+
+
+def doubling(lines: int) -> str:
+    return "FROM a\nENV A0=aaaaaaaaaa\n" + "".join(f"ENV A{n}=$A{n - 1}$A{n - 1}\n" for n in range(1, lines))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        (doubling(24), 19, "more than 1 MiB"),
+        ("FROM a\nENV B=" + "${X:-" * 3000 + "}" * 3000 + "\n", 2, "nested"),
+    ],
+    ids=["doubling", "nested"],
+)
+def test_variables_cannot_take_the_machine_along(tmp_path: Path, text: str, line: int, word: str) -> None:
+    ((found_line, error_class, message),) = found(tmp_path, text)
+    assert (found_line, error_class) == (line, "dockerfile_parse")
+    assert word in message
+
+
+def test_a_pattern_is_put_to_short_values_only() -> None:
+    with pytest.raises(WordError, match="more than 10000 characters"):
+        expand("${A#a*b}", {"A": "a" * 20_000})

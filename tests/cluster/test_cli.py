@@ -299,7 +299,8 @@ def test_files_that_are_nested_too_deep_are_one_tasks_problem(tmp_path: Path, wr
     done = rollcage("tasks", "check", "tasks", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     first, second, last = done.stdout.splitlines()
-    assert "tasks/a/environment/Dockerfile: is nested too deep" in first
+    assert "tasks/a/environment/Dockerfile:2: " in first
+    assert "substitutions are nested more than 50 deep" in first
     assert "tasks/b/environment/docker-compose.yaml:2: services.main.environment.A nests variables" in second
     assert last == "3 tasks checked, 2 with problems"
 

@@ -226,9 +226,8 @@ def test_a_killed_host_is_replaced_and_cleaned_up_after(start: Callable[..., Job
 
 
 @pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def two_nodes() -> Iterator[str]:
     """The address of a Ray cluster of two nodes on this machine."""
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     node = {"num_cpus": 1, "object_store_memory": 80 << 20}
     with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as files:
         head = node | {"include_dashboard": False, "temp_dir": files}

@@ -40,6 +40,10 @@ CPU_OVERCOMMIT = 16.0
 
 MOST_REMOVALS = 32
 
+REMOVALS_AT_ONCE = 8
+"""More are no faster, and engines have been seen to lose count of a bridge's endpoints under many:
+https://github.com/moby/moby/issues/42119"""
+
 REMOVAL_SEC = 120.0
 REMOVAL_WAITS_SEC = (5.0, 30.0)
 """Between tries. What cannot be removed then is left to the reaper."""
@@ -75,7 +79,7 @@ class SandboxPool:
         self._expected: dict[str, tuple[Wanted, float]] = {}
         self._held: dict[str, Held] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._removals = asyncio.Semaphore(MOST_REMOVALS)
+        self._removals = asyncio.Semaphore(REMOVALS_AT_ONCE)
         self._admission: Admission | None = None
         self._opening = asyncio.Lock()
 

@@ -160,8 +160,13 @@ def podman_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     command, environment = _podman(folder)
     with (folder / "log").open("wb") as log:
         address = f"unix://{folder}/socket"
+        # Its monitors leave a file `oom` in the directory that they are started in.
         service = subprocess.Popen(
-            [*command, "system", "service", "--time", "0", address], env=environment, stdout=log, stderr=log
+            [*command, "system", "service", "--time", "0", address],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=log,
         )
         try:
             engine = _connected(address, service, folder / "log")

@@ -84,6 +84,7 @@ class Driver:
         self._on_host: dict[str, set[asyncio.Task[None]]] = {}
         self._lost: set[str] = set()
         self._capacities: dict[str, int] = {}
+        self._unsteered: set[str] = set()
         self._scheduler = Scheduler(
             plan.rollouts(),
             concurrency=plan.concurrency,
@@ -268,7 +269,12 @@ class Driver:
     async def _steer_host(self, host: HostClient) -> None:
         coming = () if self._stopping else self._scheduler.coming(host.name, self._plan.warm)
         room = await self._ask(host, host.expect([key.digest for key in coming]))
-        if isinstance(room, _Fault) or host.name in self._lost or host.name not in self._hosts:
+        if host.name in self._lost or host.name not in self._hosts:
+            return
+        if isinstance(room, _Fault):
+            if host.name not in self._unsteered:
+                self._unsteered.add(host.name)
+                self._progress.say(f"host {host.name} starts nothing ahead: {room.evidence.message}")
             return
         concurrency = self._plan.concurrency
         capacity = concurrency if room is None else max(1, min(concurrency, room))

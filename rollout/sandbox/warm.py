@@ -72,13 +72,14 @@ class Stock(Generic[T]):
             one = kept.pop(0)
             self._changed.set()
             try:
-                if fit(one.held) and await self._alive(one.held):
-                    self.handed_out += 1
-                    return one.held
+                if fit(one.held):
+                    if await self._alive(one.held):
+                        self.handed_out += 1
+                        return one.held
+                    self.found_dead += 1
             except BaseException:
                 self._drop(one.held)
                 raise
-            self.found_dead += 1
             self._drop(one.held)
         return None
 

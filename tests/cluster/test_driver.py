@@ -388,6 +388,21 @@ async def test_hosts_are_told_what_comes_next_in_the_jobs_order(
     assert all(len(coming) <= 3 for coming in ahead)
 
 
+async def test_a_host_that_cannot_be_steered_is_told_of_once_and_runs_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "STEER_SEC", 0.01)
+    world = World(tmp_path / "run", tasks=2, samples=2, concurrency=2, warm=1)
+    world.attempt = lambda _spec, _host: asyncio.sleep(0.05, "passed")
+
+    async def expect(_coming: Sequence[str]) -> int | None:
+        raise ValueError("a slip")
+
+    monkeypatch.setattr(world.hosts[0], "expect", expect)
+    assert (await world.drive()).outcomes == {("passed", None): 4}
+    assert world.text.count("starts nothing ahead") == 1
+
+
 async def test_a_host_that_is_full_gets_no_more_than_it_can_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

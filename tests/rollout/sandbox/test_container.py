@@ -32,10 +32,10 @@ def user_image(build_image: Callable[[str], str]) -> str:
     """An image with a user of its own, variables and a working directory."""
     return build_image(
         f"FROM {BASE}\n"
-        "RUN useradd -m -u 1234 alice && mkdir /work && chown alice /work\n"
+        "RUN useradd -m -u 1234 alice && mkdir /srv/own && chown alice /srv/own\n"
         "ENV FROM_IMAGE=image BASH_ENV=/tmp/hook ENV=/tmp/hook\n"
         "RUN echo 'echo hooked; exit 9' >/tmp/hook\n"
-        "USER alice\nWORKDIR /work\n"
+        "USER alice\nWORKDIR /srv/own\n"
         'HEALTHCHECK --interval=1s CMD touch /tmp/checked\nENTRYPOINT ["/bin/false"]\nCMD ["nothing"]\n'
     )
 
@@ -57,11 +57,11 @@ async def test_nothing_of_the_image_is_started_and_its_settings_hold(
 ) -> None:
     sandbox = await make_sandbox(user_image, env={"OURS": "a b"})
     shell = await sandbox.shell(env={"MINE": "it's\ntwo lines"})
-    result = await shell.run('id -un; pwd; echo "$FROM_IMAGE $OURS $HOME"; echo "$MINE"; touch /work/x')
-    assert result.stdout == b"alice\n/work\nimage a b /home/alice\nit's\ntwo lines\n"
+    result = await shell.run('id -un; pwd; echo "$FROM_IMAGE $OURS $HOME"; echo "$MINE"; touch /srv/own/x')
+    assert result.stdout == b"alice\n/srv/own\nimage a b /home/alice\nit's\ntwo lines\n"
     assert result.exit_code == 0
     root = await sandbox.shell("root")
-    assert (await root.run("id -u; pwd; echo $HOME; ls /tmp/checked")).stdout == b"0\n/work\n/root\n"
+    assert (await root.run("id -u; pwd; echo $HOME; ls /tmp/checked")).stdout == b"0\n/srv/own\n/root\n"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -94,13 +94,6 @@ def registry() -> Iterator[Registry]:
     registry.closing.set()
     registry.shutdown()
     registry.server_close()
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    engine = Engine(timeout_sec=60)
-    yield engine
-    engine.close()
 
 
 async def test_closing_ends_a_pull_at_once(engine: Engine, registry: Registry) -> None:

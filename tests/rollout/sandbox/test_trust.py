@@ -137,13 +137,6 @@ def server(authority: Path) -> Iterator[int]:
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    engine = Engine(timeout_sec=60)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
 async def name(engine: Engine) -> AsyncIterator[str]:
     """A host's name; images that it built are removed."""
     name = f"test-{uuid.uuid4().hex[:8]}"

@@ -196,7 +196,12 @@ class DockerSandbox:
                     raise await self._lost() from None
                 link.command = None
         await self._forget_shells()
+        self._close_case()
         self._quiet = True
+
+    def _close_case(self) -> None:
+        if self._storage is not None:
+            self._storage.close_case()
 
     async def count_oom_kills(self) -> None:
         """See `Sandbox.count_oom_kills`: over the stream where its shell is idle, else by a signal of the engine."""
@@ -224,6 +229,7 @@ class DockerSandbox:
             if not result.shell_replaced:
                 await self.clear()
         await self._forget_shells()
+        self._close_case()
 
     async def upload(
         self, source: Path, target: str, *, mode: int | None = None, exclude: Sequence[str] = ()

@@ -20,7 +20,8 @@ COST_RATIO = 50
 
 
 class StorageWatch:
-    """Measures until stopped. Past `limit_bytes` it awaits `stop_processes` once and sets `exceeded`.
+    """Measures until stopped. Past `limit_bytes` it sets `exceeded` and awaits `stop_processes`, and again where more
+    is written then, until `close_case`.
 
     `used_bytes` is the last measurement. It needs a running event loop from its making.
     """
@@ -37,11 +38,16 @@ class StorageWatch:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.exceeded = False
+        self._closed = False
         self._engine = engine
         self._id = container_id
         self._stop_processes = stop_processes
         self._first_sec = first_sec
         self._task = asyncio.create_task(self._watch())
+
+    def close_case(self) -> None:
+        """Whoever has exceeded it is done, and noted: what the verifier writes on top is no reason to stop it."""
+        self._closed = self.exceeded
 
     async def stop(self) -> None:
         """Measure no more."""
@@ -56,10 +62,10 @@ class StorageWatch:
             # An engine that fails now may answer the next time; of a sandbox that is gone, whoever uses it is told.
             with suppress(SandboxError):
                 self.used_bytes = await self._measure()
-                if self.used_bytes > allowed:
+                if self.used_bytes > allowed and not self._closed:
                     self.exceeded = True
                     await self._stop_processes()
-                    # What is there may stay, for the verifier's sake; who goes on writing is stopped again.
+                    # What is there may stay; who goes on writing is stopped again.
                     allowed = self.used_bytes + self.limit_bytes // 10
             grown = self.used_bytes - before > self.limit_bytes // 100
             interval = SHORTEST_SEC if grown else min(LONGEST_SEC, 2 * interval)

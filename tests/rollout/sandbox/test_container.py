@@ -237,6 +237,29 @@ async def test_an_engine_that_fails_once_does_not_end_the_watch_on_storage(
     assert (watch.exceeded, len(stops)) == (True, 2)
 
 
+async def test_a_verifier_is_not_stopped_for_what_the_agent_has_written(
+    engine: Engine, make_sandbox: MakeSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the agent is done, who goes on writing past the budget is stopped again."""
+    monkeypatch.setattr(storage_module, "SHORTEST_SEC", 0.2)
+    sandbox = await make_sandbox(storage_mb=3)
+    assert sandbox._storage is not None
+    await sandbox._storage.stop()
+    sandbox._storage = StorageWatch(engine, sandbox.id, 3 << 20, sandbox.clear, first_sec=0.2)
+    shell = await sandbox.shell()
+    for name in ("a", "b"):
+        fill = f"head -c 2000000 /dev/zero >/tmp/{name}1; head -c 2000000 /dev/zero >/tmp/{name}2; sleep 1000"
+        assert (await shell.run(fill, timeout=60)).shell_replaced
+    await sandbox.stop_processes()
+    shell = await sandbox.shell()
+    before = sandbox._storage.used_bytes
+    await shell.run("head -c 2500000 /dev/zero >/tmp/c")
+    while sandbox._storage.used_bytes <= before:
+        assert (await shell.run("sleep 0.2; echo on")).stdout == b"on\n"
+    assert (await shell.run("sleep 1; echo on")).stdout == b"on\n"
+    assert sandbox.storage_exceeded
+
+
 async def test_one_program_apart_from_the_shell(sandbox: DockerSandbox) -> None:
     result = await sandbox.exec(
         ["sh", "-c", "pwd; echo $A; echo err >&2; exit 3"], env={"A": "b c"}, workdir="/tmp"

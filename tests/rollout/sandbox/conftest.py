@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,44 +170,64 @@ with open(sys.argv[1], "ab", buffering=0) as heard:
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
-    """See `Outside`. Addresses are of a range for documentation, which nobody has."""
+    """See `Outside`. Addresses are of a range for documentation, which nobody has. One test run at a time has them;
+    what a killed run left is removed first."""
     if shutil.which("ip") is None:
         subprocess.run(["apt-get", "install", "-y", "-q", "iproute2"], check=True, capture_output=True)
-    name = f"rc{uuid4().hex[:8]}"
     heard = tmp_path_factory.mktemp("outside") / "heard"
     heard.touch()
-    found = Outside("198.51.100.80", "198.51.100.81", "10.77.77.80", heard)
-    own = (found.address, found.other, found.private)
+    with (Path(tempfile.gettempdir()) / "rollcage-test-outside.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_outside()
+        try:
+            with start_outside(Outside("198.51.100.80", "198.51.100.81", "10.77.77.80", heard)) as found:
+                yield found
+        finally:
+            remove_outside()
 
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
 
-    ip("netns", "add", name)
-    server = None
-    try:
-        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
-        ip("addr", "add", "198.51.100.1/30", "dev", f"{name}a")
-        ip("link", "set", f"{name}a", "up")
-        for words in ("addr add 198.51.100.2/30 dev", "link set up dev"):
-            ip("-n", name, *words.split(), f"{name}b")
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "route", "add", "default", "via", "198.51.100.1")
-        for address in own:
-            ip("-n", name, "addr", "add", f"{address}/32", "dev", "lo")
-            ip("route", "add", f"{address}/32", "via", "198.51.100.2")
-        command = ["ip", "netns", "exec", name, sys.executable, "-c", OUTSIDE_SERVER, str(heard)]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        assert server.stdout.readline() == "ready\n"
-        yield found
-    finally:
-        if server is not None:
+OUTSIDE = "rcoutside"
+
+
+def ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+def remove_outside() -> None:
+    """Removes the namespace, its processes and the way to it, where they are."""
+    if OUTSIDE in ip("netns", "list").split():
+        for pid in ip("netns", "pids", OUTSIDE).split():
+            os.kill(int(pid), signal.SIGKILL)
+        ip("netns", "del", OUTSIDE)
+    for line in ip("-o", "-4", "addr", "show", "to", "198.51.100.1").splitlines():
+        ip("link", "del", line.split()[1])
+
+
+@contextmanager
+def start_outside(outside: Outside) -> Iterator[Outside]:
+    ip("netns", "add", OUTSIDE)
+    ip("link", "add", f"{OUTSIDE}a", "type", "veth", "peer", "name", f"{OUTSIDE}b", "netns", OUTSIDE)
+    ip("addr", "add", "198.51.100.1/30", "dev", f"{OUTSIDE}a")
+    ip("link", "set", f"{OUTSIDE}a", "up")
+    for words in ("addr add 198.51.100.2/30 dev", "link set up dev"):
+        ip("-n", OUTSIDE, *words.split(), f"{OUTSIDE}b")
+    ip("-n", OUTSIDE, "link", "set", "lo", "up")
+    ip("-n", OUTSIDE, "route", "add", "default", "via", "198.51.100.1")
+    for address in (outside.address, outside.other, outside.private):
+        ip("-n", OUTSIDE, "addr", "add", f"{address}/32", "dev", "lo")
+        ip("route", "replace", f"{address}/32", "via", "198.51.100.2")
+    command = ["ip", "netns", "exec", OUTSIDE, sys.executable, "-c", OUTSIDE_SERVER, str(outside.heard)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
+            yield outside
+        finally:
             server.kill()
-            server.wait()
-        subprocess.run(["ip", "link", "del", f"{name}a"], check=False, capture_output=True)
-        ip("netns", "del", name)
 
 
 @pytest.fixture

@@ -71,7 +71,22 @@ def an_attempt(task: str, sample: int, chance: random.Random) -> Attempt:
         command = CommandRecord(text[:120], 0, seen, "", 0.2)
         trajectory.messages += [Message("user", seen, index), Message("assistant", text, index)]
         trajectory.turns.append(
-            Turn(index, text, "stop", 0, prompt_len, ANSWER, "model", 1, 0.1, 0.9, False, [command])
+            Turn(
+                index,
+                text,
+                "stop",
+                0,
+                prompt_len,
+                ANSWER,
+                "model",
+                1,
+                1,
+                0.1,
+                0.9,
+                prompt_len,
+                ANSWER,
+                commands=[command],
+            )
         )
     trajectory.segments.append(segment)
     return Attempt(

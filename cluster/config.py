@@ -21,11 +21,14 @@ from rollcage.cluster.config_model import (
     AgentConfig,
     JobConfig,
     NetworkConfig,
-    PolicyConfig,
     ProxiesConfig,
     RayConfig,
-    SamplingConfig,
     SandboxConfig,
+)
+from rollcage.cluster.config_policies import (
+    KINDS,
+    PolicyConfig,
+    SamplingConfig,
     ScriptedPolicyConfig,
     VllmPolicyConfig,
 )
@@ -62,6 +65,9 @@ PATHS = (
     ("tasks", "*"),
     ("output",),
     ("policies", "*", "file"),
+    ("policies", "*", "run"),
+    ("policies", "*", "tokenizer", "?"),
+    ("policies", "*", "lora", "path"),
     ("policies", "*", "model", "?"),
     ("agents", "*", "options", "*", "?"),
     ("policy", "?"),
@@ -285,9 +291,9 @@ def _explain(error: ValidationError, source: Source) -> Iterator[str]:
             remedy = "name the tasks" if loc == ("tasks",) else f"add `{loc[-1]}`"
             yield source.problem(where, "is required and not there", remedy)
         elif kind == "union_tag_not_found":
-            yield source.problem(where, "does not say its kind", "add `kind: vllm` or `kind: scripted`")
+            yield source.problem(where, "does not say its kind", "add `kind:` one of " + ", ".join(KINDS))
         elif kind == "union_tag_invalid":
-            remedy = nearest(str(value.get("kind")), ("vllm", "scripted"))
+            remedy = nearest(str(value.get("kind")), KINDS)
             yield source.problem((*where, "kind"), f"there is no kind {shown(value.get('kind'))}", remedy)
         elif kind == "too_short":
             yield source.problem(where, "is empty", "name at least one")

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from rollcage.cluster.config_policies import Count, PolicyConfig, Seconds, Settings
 from rollcage.rollout.agents.base import load_agent
-from rollcage.rollout.policies.base import Sampling
 from rollcage.rollout.sandbox.subnets import LEAST_RANGE_PREFIX
 
 PRIVATE_RANGES = tuple(
@@ -21,61 +21,7 @@ PRIVATE_RANGES = tuple(
 """What `allow_private` may open; link-local addresses, the metadata service's among them, stay shut."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
 Factor = Annotated[float, Field(gt=0)]
-
-
-class Settings(BaseModel):
-    """Unknown keys are refused and values are not guessed at: `true` is no number, `"4"` is none either."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class SamplingConfig(Settings):
-    """How tokens are drawn, in vLLM's terms."""
-
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1, description="-1: all tokens.")
-    max_tokens: Count = Field(default=1024, description="Sampled tokens of one answer, at most.")
-    stop: list[str] = Field(default=[], description="Texts that end an answer.")
-    seed: int | None = Field(default=None, description="None: each rollout's own, from the job's seed.")
-    extra: dict[str, Any] = Field(
-        default={}, description="Further fields of the engine's sampling parameters."
-    )
-
-    def sampling(self) -> Sampling:
-        """As agents and policies take it."""
-        return Sampling(**{**self.model_dump(), "stop": tuple(self.stop)})
-
-
-class VllmPolicyConfig(Settings):
-    """A model served by vLLM in Ray actors."""
-
-    kind: Literal["vllm"]
-    model: str = Field(description="A Hugging Face id, a directory, or `smollm2`.")
-    replicas: Count = 1
-    num_cpus: float = Field(default=0.0, ge=0, description="What Ray sets aside for each replica.")
-    num_gpus: float = Field(default=0.0, ge=0, description="0: the model runs on the CPU.")
-    threads: Count | None = Field(
-        default=None, description="OpenMP threads of a replica without a GPU; None: half of the CPUs."
-    )
-    engine_args: dict[str, Any] = Field(default={}, description="vLLM's AsyncEngineArgs, by name.")
-    template_kwargs: dict[str, Any] = Field(default={}, description="Variables of the model's chat template.")
-    request_timeout_sec: Seconds = 600.0
-    sampling: SamplingConfig = SamplingConfig()
-
-
-class ScriptedPolicyConfig(Settings):
-    """Answers from a file, for tests and demos."""
-
-    kind: Literal["scripted"]
-    file: str = Field(description="YAML of answers by task.")
-    sampling: SamplingConfig = SamplingConfig()
-
-
-PolicyConfig = Annotated[VllmPolicyConfig | ScriptedPolicyConfig, Field(discriminator="kind")]
 
 
 class AgentConfig(Settings):
@@ -222,7 +168,7 @@ class JobConfig(Settings):
     name: Name = "job"
     tasks: list[str] = Field(min_length=1, description="Task directories, directories of them, or globs.")
     agents: list[AgentConfig] = Field(min_length=1)
-    policies: dict[Name, PolicyConfig] = {}
+    policies: dict[Name, PolicyConfig] = Field(default={})
     samples: Count = Field(default=1, description="Rollouts of each task and agent: a group.")
     seed: int = 0
     concurrency: Count = Field(default=8, description="Rollouts at once.")
@@ -255,7 +201,7 @@ class JobConfig(Settings):
             return None
         return agent.policy or (next(iter(self.policies)) if len(self.policies) == 1 else None)
 
-    def used_policies(self) -> dict[str, VllmPolicyConfig | ScriptedPolicyConfig]:
+    def used_policies(self) -> dict[str, PolicyConfig]:
         """The policies that some agent works with: only they need to be started."""
         used = {self.policy_of(agent) for agent in self.agents}
         return {name: policy for name, policy in self.policies.items() if name in used}

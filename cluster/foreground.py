@@ -19,7 +19,7 @@ from rollcage.cluster.decisions import Assignment, RolloutKey
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.host import SandboxHost
 from rollcage.cluster.interrupts import Interrupts
-from rollcage.cluster.job import model_path, scripted_policies
+from rollcage.cluster.job import client_policies, model_path
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import host_spec, make_plan
 from rollcage.cluster.records import own_record
@@ -166,9 +166,10 @@ async def _policies(config: JobConfig, emit: Any) -> AsyncIterator[dict[str, Pol
         if isinstance(policy, VllmPolicyConfig)
     ]
     if not served:
-        yield scripted_policies(config)
+        yield client_policies(config)
         return
-    from rollcage.rollout.policies.vllm import VllmEngine, VllmPolicy
+    from rollcage.rollout.policies.engine import TokenPolicy
+    from rollcage.rollout.policies.vllm import VllmEngine
 
     [(name, policy)] = served
     emit(f"starting {policy.model}")
@@ -178,6 +179,6 @@ async def _policies(config: JobConfig, emit: Any) -> AsyncIterator[dict[str, Pol
             await engine.start()
         except ValueError as error:
             raise InputError(f"policies.{name}: {error}") from error
-        yield {name: VllmPolicy(engine, name=name, template_kwargs=policy.template_kwargs)}
+        yield {name: TokenPolicy(engine, name=name, template_kwargs=policy.template_kwargs)}
     finally:
         await engine.close()

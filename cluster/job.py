@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from rollcage.cluster.checks import clean_up_after
-from rollcage.cluster.config import JobConfig, ScriptedPolicyConfig, VllmPolicyConfig, load_job
+from rollcage.cluster.config import JobConfig, PolicyConfig, ScriptedPolicyConfig, VllmPolicyConfig, load_job
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
 from rollcage.cluster.ledger import Ledger
@@ -74,7 +74,7 @@ def run_job(options: RunOptions, console: Console) -> RunResult:
     """
     config = _config(options)
     plan = make_plan(config)
-    scripted = scripted_policies(config)
+    clients = client_policies(config)
     job = {"job": plan.job, "config": config.model_dump(mode="json"), "tasks": _task_list(plan)}
     try:
         run = Path(config.output) if config.output else new_run_directory(Path("runs"), config.name)
@@ -82,7 +82,7 @@ def run_job(options: RunOptions, console: Console) -> RunResult:
     except (RunError, OSError) as error:
         raise InputError(str(error)) from error
     try:
-        interrupted = asyncio.run(_run(config, plan, scripted, ledger, console))
+        interrupted = asyncio.run(_run(config, plan, clients, ledger, console))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
@@ -120,18 +120,25 @@ def _config(options: RunOptions) -> JobConfig:
     return load_job(options.job, options.overrides, settings)
 
 
-def scripted_policies(config: JobConfig) -> dict[str, Policy]:
-    """The policies that need nothing but their file."""
-    from rollcage.rollout.policies.scripted import ScriptedPolicy
+def client_policies(config: JobConfig) -> dict[str, Policy]:
+    """The policies that need no actor: those of a file, and clients of servers that run already."""
+    return {
+        name: client_policy(name, policy)
+        for name, policy in config.used_policies().items()
+        if not isinstance(policy, VllmPolicyConfig)
+    }
 
-    policies: dict[str, Policy] = {}
-    for name, policy in config.used_policies().items():
+
+def client_policy(name: str, policy: PolicyConfig) -> Policy:
+    """A policy that can be pickled to each host. Raises `InputError`."""
+    try:
         if isinstance(policy, ScriptedPolicyConfig):
-            try:
-                policies[name] = ScriptedPolicy(policy.file, name=name)
-            except (ValueError, OSError) as error:
-                raise InputError(f"policies.{name}: {error}") from error
-    return policies
+            from rollcage.rollout.policies.scripted import ScriptedPolicy
+
+            return ScriptedPolicy(policy.file, name=name)
+    except (ValueError, OSError) as error:
+        raise InputError(f"policies.{name}: {error}") from error
+    raise InputError(f"policies.{name}: this kind is not there yet: {policy.kind}")
 
 
 def _forget_unbegun(location: Location) -> None:

@@ -23,14 +23,9 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rollcage.rollout.outcome import Evidence, PolicyError, RolloutError
-from rollcage.rollout.policies.base import Sampling
-from rollcage.rollout.policies.vllm import (
-    REQUEST_TIMEOUT_SEC,
-    Generation,
-    VllmEngine,
-    VllmPolicy,
-    cpu_threads,
-)
+from rollcage.rollout.policies.base import Sampling, Structure, Tool
+from rollcage.rollout.policies.engine import Generation, TokenPolicy
+from rollcage.rollout.policies.vllm import REQUEST_TIMEOUT_SEC, VllmEngine, cpu_threads
 from rollcage.rollout.tokens import Tokenizer
 
 START_SEC = 900.0
@@ -153,7 +148,14 @@ class Replicas:
         return _replicas, (self._actors, self._info, self._request_timeout_sec)
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        tools: Sequence[Tool] = (),
+        structure: Structure | None = None,
     ) -> Generation:
         """See `TokenEngine`."""
         index = self._route(session_id)
@@ -256,7 +258,7 @@ async def replica_policy(
     name: str = "vllm",
     template_kwargs: Mapping[str, Any] | None = None,
     request_timeout_sec: float = REQUEST_TIMEOUT_SEC,
-) -> VllmPolicy:
+) -> TokenPolicy:
     """A policy over these replicas, all of them started in parallel. Raises `PolicyError` where one does not
     come up, and `ValueError` where vLLM does not take an engine argument."""
     try:
@@ -271,7 +273,7 @@ async def replica_policy(
     except TimeoutError as error:
         raise PolicyError("policy_unavailable", f"no policy replica within {START_SEC:.0f} s") from error
     replicas = Replicas(actors, infos[0], request_timeout_sec=request_timeout_sec)
-    return VllmPolicy(replicas, name=name, template_kwargs=template_kwargs)
+    return TokenPolicy(replicas, name=name, template_kwargs=template_kwargs)
 
 
 async def stop_replicas(actors: Sequence[Any], *, within_sec: float = 60.0) -> None:

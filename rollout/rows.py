@@ -25,6 +25,7 @@ from rollcage.rollout.trajectory import (
     Phase,
     Reward,
     Segment,
+    ToolCall,
     Trajectory,
     Turn,
 )
@@ -54,7 +55,10 @@ def rollouts_batch(rollouts: Iterable[tuple[Attempt, int, int]]) -> pa.RecordBat
             | {
                 "attempts": attempts,
                 "group_size": group_size,
-                "messages": [vars(message) for message in trajectory.messages],
+                "messages": [
+                    vars(message) | {"tool_calls": [vars(call) for call in message.tool_calls]}
+                    for message in trajectory.messages
+                ],
                 "turns": [
                     vars(turn) | {"commands": [vars(command) for command in turn.commands]}
                     for turn in trajectory.turns
@@ -105,7 +109,10 @@ def attempt_from_row(row: Mapping[str, Any]) -> Attempt:
 
 def _trajectory(row: Mapping[str, Any]) -> Trajectory:
     return Trajectory(
-        messages=[Message(**message) for message in row["messages"]],
+        messages=[
+            Message(**(message | {"tool_calls": tuple(ToolCall(**call) for call in message["tool_calls"])}))
+            for message in row["messages"]
+        ],
         turns=[
             Turn(**(turn | {"commands": [CommandRecord(**command) for command in turn["commands"]]}))
             for turn in row["turns"]
@@ -151,6 +158,7 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
         "command_count": sum(len(turn.commands) for turn in trajectory.turns),
         "prompt_tokens": trajectory.prompt_tokens,
         "completion_tokens": trajectory.completion_tokens,
+        "cost_usd": trajectory.cost_usd,
         # A value that is not JSON is the fault of a user's agent, and must not cost the attempt's record.
         "extra": json.dumps(attempt.extra, default=repr),
     }

@@ -1,4 +1,4 @@
-"""The Arrow schemas of a run, version 1: every field with its type, its meaning, its unit and when it is null.
+"""The Arrow schemas of a run, version 2: every field with its type, its meaning, its unit and when it is null.
 
 `ATTEMPTS` has a row for each attempt, without the trajectory; `ROLLOUTS` a row for each ended rollout: its last
 attempt, with the trajectory. Both are built from the field tables below, and so are the tables of
@@ -21,7 +21,7 @@ import pyarrow as pa
 from rollcage.rollout.outcome import TABLE, Domain, Outcome, Stage
 from rollcage.rollout.trajectory import Phase
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 VERSION_KEY = b"rollcage.schema_version"
 
 TEXT = pa.large_string()
@@ -134,13 +134,26 @@ _ATTEMPT_FIELDS = (
     Field("command_count", pa.int32(), "commands run in the sandbox by the agent", "commands"),
     Field("prompt_tokens", pa.int64(), "prompt tokens over all turns, each turn's whole prompt", "tokens"),
     Field("completion_tokens", pa.int64(), "sampled tokens", "tokens"),
+    Field("cost_usd", pa.float64(), "what the policy's answers cost, by its prices", "USD", "it has none"),
     Field("extra", TEXT, "what an agent or a user's own code wants kept: a JSON object"),
 )  # fmt: skip
+
+TOOL_CALL = (
+    Field("id", TEXT, "names the call"),
+    Field("name", TEXT, "of the tool"),
+    Field("arguments", TEXT, "JSON as the policy wrote it; it need not be valid"),
+)
 
 MESSAGE = (
     Field("role", TEXT, "system, user, assistant or tool"),
     Field("content", TEXT, "the text"),
     Field("turn", pa.int32(), "the turn that it answers or is", null="before the first turn"),
+    _records("tool_calls", "of an assistant: the tools that it called", TOOL_CALL),
+    Field("tool_call_id", TEXT, "of a tool: the call that it answers", null="of every other role"),
+    Field("reasoning", TEXT, "of an assistant: what it thought, where the policy tells it from the content"),
+    Field(
+        "blocks", TEXT, "of an assistant: the answer as the server gave it (JSON), where it must get it back"
+    ),
 )
 
 COMMAND = (
@@ -163,9 +176,16 @@ TURN = (
     Field("prompt_len", pa.int32(), "`ids[:prompt_len]` of the segment is this turn's prompt", "tokens"),
     Field("completion_len", pa.int32(), "the ids behind the prompt that were sampled", "tokens"),
     Field("policy", TEXT, "name of the policy"),
-    Field("policy_version", pa.int64(), "version of the weights"),
+    Field("policy_version", pa.int64(), "version of the weights that began it"),
+    Field("policy_version_end", pa.int64(), "version of the weights that ended it"),
     Field("queue_seconds", pa.float64(), "wait before the engine worked on it", "s"),
     Field("generate_seconds", pa.float64(), "the engine's own time", "s"),
+    Field("prompt_tokens", pa.int64(), "of the prompt, as the engine counted them", "tokens"),
+    Field("completion_tokens", pa.int64(), "of the answer, as the engine counted them", "tokens"),
+    Field("cached_tokens", pa.int64(), "of the prompt, those whose state the engine had", "tokens"),
+    Field("cost_usd", pa.float64(), "what the answer cost, by the policy's prices", "USD", "it has none"),
+    Field("structured", pa.bool_(), "the engine held it to a grammar or a schema"),
+    Field("purpose", TEXT, "`act`, or `summary`: it summed the conversation up for a new segment"),
     Field("malformed", pa.bool_(), "it held no action that could be read"),
     _records("commands", "the commands it led to", COMMAND),
 )  # fmt: skip

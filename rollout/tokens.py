@@ -22,6 +22,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollcage.rollout.policies.base import Tool
 from rollcage.rollout.trajectory import Message, Segment
 
 SPLIT = "\udfff"
@@ -136,7 +137,12 @@ class RunningTokens:
         self._renderer = renderer
         self._text = ""
 
-    def prompt(self, new_messages: Iterable[Message]) -> Prompt:
+    def restart(self) -> None:
+        """Forget the conversation and keep the segments: the next prompt begins another one."""
+        self.messages = ()
+        self._text = ""
+
+    def prompt(self, new_messages: Iterable[Message], tools: Sequence[Tool] = ()) -> Prompt:
         """The prompt for the next answer, `new_messages` behind all that was said."""
         messages = (*self.messages, *new_messages)
         text = self._renderer.text(messages)
@@ -169,7 +175,7 @@ class RunningTokens:
 
     def _behind_last_answer(self, messages: Sequence[Message], text: str) -> list[int] | None:
         """Ids to put behind the last segment, or None where its prefix no longer holds."""
-        if not self.segments:
+        if not self.messages:
             return None
         last = len(self.messages) - 1
         before, found, behind = self._renderer.text(messages, stand_in=last).partition(ANSWER)

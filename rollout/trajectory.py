@@ -19,6 +19,15 @@ from typing import Any, NamedTuple
 from rollcage.rollout.outcome import Evidence, Outcome, Stage
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool, as a policy made it. `arguments` is the JSON text that it wrote, which need not be valid."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 @dataclass
 class Message:
     """One message of the conversation. `role` is system, user, assistant or tool."""
@@ -27,6 +36,14 @@ class Message:
     content: str
     turn: int | None = None
     """The turn that this message answers or (for an assistant) is; None before the first."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of an assistant."""
+    tool_call_id: str | None = None
+    """Of a tool: the call that it answers."""
+    reasoning: str = ""
+    """Of an assistant: what it thought, where the policy tells it from the content."""
+    blocks: str = ""
+    """Of an assistant: the answer as the server gave it, as JSON, where the server must get it back unchanged."""
 
 
 @dataclass
@@ -52,8 +69,11 @@ class CommandRecord:
 class Turn:
     """One answer of the policy and the commands it led to.
 
-    `segment` is None where the policy gave no token ids. `queue_seconds` is the time that the request
-    waited before the engine worked on it, `generate_seconds` the time of the work itself.
+    `segment` is None where the policy gave no token ids; `prompt_len` and `completion_len` count ids and are then
+    0, while `prompt_tokens` and `completion_tokens` are what the policy says it used. `queue_seconds` is the time
+    that the request waited before the engine worked on it, retries included, `generate_seconds` the time of the
+    work itself. The answer was begun by `policy_version` and ended by `policy_version_end`: another one where
+    weights were replaced in between.
     """
 
     index: int
@@ -64,8 +84,17 @@ class Turn:
     completion_len: int = 0
     policy: str = ""
     policy_version: int = 0
+    policy_version_end: int = 0
     queue_seconds: float = 0.0
     generate_seconds: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cost_usd: float | None = None
+    structured: bool = False
+    """The engine was asked to hold the answer to a grammar or a schema."""
+    purpose: str = "act"
+    """`act`, or `summary`: the answer summed the conversation up for a new segment."""
     malformed: bool = False
     commands: list[CommandRecord] = field(default_factory=list)
 
@@ -89,13 +118,19 @@ class Trajectory:
 
     @property
     def completion_tokens(self) -> int:
-        """Sampled tokens over all segments."""
-        return sum(sum(segment.loss_mask) for segment in self.segments)
+        """Sampled tokens over all turns."""
+        return sum(turn.completion_tokens for turn in self.turns)
 
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens over all turns, each turn's whole prompt counted."""
-        return sum(turn.prompt_len for turn in self.turns)
+        return sum(turn.prompt_tokens for turn in self.turns)
+
+    @property
+    def cost_usd(self) -> float | None:
+        """What the answers cost; None where no turn has a price."""
+        costs = [turn.cost_usd for turn in self.turns if turn.cost_usd is not None]
+        return sum(costs) if costs else None
 
 
 class Phase(StrEnum):

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.agents.commands import run_command
-from rollcage.rollout.outcome import AgentStopped
-from rollcage.rollout.policies.base import Completion
+from rollcage.rollout.agents.conversation import Conversation, Limits
 from rollcage.rollout.sandbox.base import CommandResult
 from rollcage.rollout.trajectory import Message, Turn
 
@@ -76,11 +75,9 @@ class BashAgent:
         task_prompt: str | None = None,
         examples: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        if max_turns < 1 or max_malformed < 1 or output_bytes < 1 or command_timeout_sec <= 0:
-            raise ValueError("max_turns, max_malformed, output_bytes and command_timeout_sec must be above 0")
-        self.max_turns = max_turns
-        self.max_tokens = max_tokens
-        self.max_malformed = max_malformed
+        if output_bytes < 1 or command_timeout_sec <= 0:
+            raise ValueError("output_bytes and command_timeout_sec must be above 0")
+        self.limits = Limits(max_turns, max_tokens, max_malformed)
         self.command_timeout_sec = command_timeout_sec
         self.output_bytes = output_bytes
         self.system_prompt = _prompt(system_prompt, "bash_system.md")
@@ -88,21 +85,17 @@ class BashAgent:
         self.examples = [_example(example) for example in examples]
 
     async def run(self, context: AgentContext) -> None:
+        talk = Conversation(context, self.limits)
         new = self._opening(context)
-        malformed = 0
-        for _ in range(self.max_turns):
-            turn = await self._answer(context, new)
+        while True:
+            turn, made = await talk.ask(new)
             try:
-                action = parse_action(turn.text)
+                action = parse_action(made.text)
             except ValueError as problem:
-                turn.malformed = True
-                malformed += 1
-                if malformed >= self.max_malformed:
-                    said = f"{malformed} answers in a row held no action that could be read; of the last, {problem}"
-                    raise AgentStopped("malformed_actions", said) from None
+                talk.malformed(turn, str(problem))
                 new = [Message("user", _malformed(problem, turn), turn.index)]
                 continue
-            malformed = 0
+            talk.well_formed()
             if action.command:
                 result = await run_command(
                     context,
@@ -115,7 +108,6 @@ class BashAgent:
                 context.emit(new[0].content)
             if action.done:
                 return
-        raise AgentStopped("turn_limit", f"the agent was not done after {self.max_turns} turns")
 
     def _opening(self, context: AgentContext) -> list[Message]:
         """The messages before the first answer; a later step of the task adds only its instruction."""
@@ -129,25 +121,6 @@ class BashAgent:
 
     def _ask(self, instruction: str) -> str:
         return self.task_prompt.replace("{instruction}", instruction.strip())
-
-    async def _answer(self, context: AgentContext, new: list[Message]) -> Turn:
-        """Ask the policy. What is asked and what is answered is in the trajectory at once."""
-        assert context.session is not None, "the rollout opens a session for agents that need a policy"
-        trajectory, sampling = context.trajectory, context.sampling
-        if self.max_tokens is not None:
-            left = self.max_tokens - sum(turn.completion_len for turn in trajectory.turns)
-            if left <= 0:
-                raise AgentStopped("token_limit", f"the agent used its {self.max_tokens} tokens")
-            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
-        trajectory.messages += new
-        with context.clock.held():
-            completion, segment = await context.session.complete(new, sampling)
-        context.clock.charge(completion.generate_seconds)
-        turn = _turn(len(trajectory.turns), completion, segment)
-        trajectory.turns.append(turn)
-        trajectory.messages.append(Message("assistant", completion.text, turn.index))
-        context.emit(completion.text)
-        return turn
 
 
 def observation(result: CommandResult) -> str:
@@ -172,21 +145,6 @@ def _malformed(problem: ValueError, turn: Turn) -> str:
     return (
         f"Your answer could not be read: {problem}.{cut} Answer with exactly one block:\n"
         "```bash\nyour command\n```\nWhen the task is done, the command is: submit"
-    )
-
-
-def _turn(index: int, completion: Completion, segment: int | None) -> Turn:
-    return Turn(
-        index=index,
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-        segment=segment,
-        prompt_len=len(completion.prompt_ids),
-        completion_len=len(completion.ids),
-        policy=completion.policy,
-        policy_version=completion.version,
-        queue_seconds=completion.queue_seconds,
-        generate_seconds=completion.generate_seconds,
     )
 
 

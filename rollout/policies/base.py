@@ -9,10 +9,11 @@ Errors are `PolicyError`s: `context_overflow` and `token_limit` are the agent's,
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollcage.rollout.trajectory import Message, Segment
+from rollcage.rollout.trajectory import Message, Segment, ToolCall
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,37 @@ class Sampling:
     """Further fields of the engine's own sampling parameters, by name."""
 
 
+@dataclass(frozen=True)
+class Tool:
+    """A tool that the policy may call. `parameters` is a JSON schema of type object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The form that an engine is asked to hold an answer to: exactly one of a JSON schema and a grammar (EBNF, as
+    xgrammar takes it)."""
+
+    json_schema: Mapping[str, Any] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.json_schema is None) == (self.grammar is None):
+            raise ValueError("a structure is either a JSON schema or a grammar")
+
+
 @dataclass
 class Completion:
     """One answer. `ids` and `logprobs` have one length; both are empty where the policy has no tokens.
 
-    `prompt_ids` are the ids that the engine saw. `finish_reason` is `stop` or `length`. `policy` and `version`
-    say who answered.
+    `text` is the answer as an agent reads it, without `reasoning` and `tool_calls` where the policy tells them
+    apart. `prompt_ids` are the ids that the engine saw. `finish_reason` is `stop`, `length`, `tool_calls` or
+    `refusal`. `policy` and `version` say who answered, `version_end` who ended the answer. `prompt_tokens`,
+    `completion_tokens` and `cached_tokens` (part of the prompt's) are the engine's own count; `cost_usd` is None
+    where the policy has no prices. `structured`: it was held to a `Structure`. `blocks`: see `Message`.
     """
 
     text: str
@@ -44,9 +70,19 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     policy: str = ""
     version: int = 0
+    version_end: int | None = None
+    """None: `version`."""
     queue_seconds: float = 0.0
     generate_seconds: float = 0.0
+    prompt_tokens: int | None = None
+    """None: as many as there are ids; likewise `completion_tokens`."""
+    completion_tokens: int | None = None
     cached_tokens: int = 0
+    cost_usd: float | None = None
+    structured: bool = False
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    blocks: str = ""
 
 
 class PolicySession(Protocol):
@@ -58,10 +94,21 @@ class PolicySession(Protocol):
         ...
 
     async def complete(
-        self, new_messages: list[Message], sampling: Sampling
+        self,
+        new_messages: list[Message],
+        sampling: Sampling,
+        *,
+        tools: Sequence[Tool] = (),
+        structure: Structure | None = None,
     ) -> tuple[Completion, int | None]:
         """Append `new_messages`, generate the assistant's answer, append it, and return it with the index of
-        the segment that holds its tokens (None without tokens). Raises `PolicyError`."""
+        the segment that holds its tokens (None without tokens). `tools` are the same at every call. A policy that
+        cannot hold an answer to `structure` answers without, and says so in `Completion.structured`. Where this
+        raises nothing has been appended. Raises `PolicyError`."""
+        ...
+
+    def restart(self) -> None:
+        """Forget the conversation, keep its segments: the next messages begin another, in a new segment."""
         ...
 
     async def close(self) -> None:

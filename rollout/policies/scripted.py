@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 from rollcage.rollout.outcome import BY_NAME, PolicyError
-from rollcage.rollout.policies.base import Completion, Sampling
+from rollcage.rollout.policies.base import Completion, Sampling, Structure, Tool
 from rollcage.rollout.tokens import ChatRenderer, RunningTokens
 from rollcage.rollout.trajectory import Message, Segment
 
@@ -99,8 +99,18 @@ class ScriptedSession:
     def segments(self) -> list[Segment]:
         return self._tokens.segments if self._tokens else []
 
+    def restart(self) -> None:
+        """See `PolicySession`."""
+        if self._tokens is not None:
+            self._tokens.restart()
+
     async def complete(
-        self, new_messages: list[Message], sampling: Sampling
+        self,
+        new_messages: list[Message],
+        sampling: Sampling,
+        *,
+        tools: Sequence[Tool] = (),
+        structure: Structure | None = None,
     ) -> tuple[Completion, int | None]:
         """See `PolicySession`. With tokens, an answer is cut at `max_tokens` as an engine would cut it."""
         answer = self._turns[min(self._next, len(self._turns) - 1)]
@@ -111,7 +121,7 @@ class ScriptedSession:
         if self._tokens is None:
             made = Completion(answer.text, "stop", policy=self._policy, generate_seconds=answer.seconds)
             return made, None
-        prompt = self._tokens.prompt(new_messages)
+        prompt = self._tokens.prompt(new_messages, tools)
         whole = [*answer.text.encode(), ByteTokenizer.END]
         ids = whole[: sampling.max_tokens]
         logprobs = [0.0] * len(ids)

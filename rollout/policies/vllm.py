@@ -1,7 +1,6 @@
 """vLLM as a policy: tokens in, tokens and their log-probabilities out.
 
-`VllmEngine` is vLLM's `AsyncLLM` in this process (its core runs in a process of its own). `VllmPolicy` serves
-sessions on any `TokenEngine`: a local engine, or replicas behind Ray (`cluster/policies.py`).
+`VllmEngine` is vLLM's `AsyncLLM` in this process (its core runs in a process of its own), a `TokenEngine`.
 
 vllm is imported only here, and only when an engine starts.
 """
@@ -15,17 +14,16 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from rollcage.rollout.outcome import Evidence, PolicyError
-from rollcage.rollout.policies.base import Completion, Sampling
+from rollcage.rollout.policies.base import Sampling, Structure, Tool
+from rollcage.rollout.policies.engine import Generation, require_room
 from rollcage.rollout.policies.faults import policy_fault
 from rollcage.rollout.policies.leash import Leash
-from rollcage.rollout.tokens import ChatRenderer, RunningTokens, Tokenizer
-from rollcage.rollout.trajectory import Message, Segment
+from rollcage.rollout.tokens import Tokenizer
 
 REQUEST_TIMEOUT_SEC = 600.0
 """A whole answer of 8,192 tokens at the 20 tokens/s of a busy CPU takes 410 s."""
@@ -38,40 +36,6 @@ CPU_ARGUMENTS = {"enforce_eager": True, "dtype": "float32"}
 """Likewise. vLLM's own choice, bfloat16, is half as fast on a CPU without instructions for it."""
 
 QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What an engine returned for one prompt. `ids` and `logprobs` have one length.
-
-    `queue_seconds`: from the engine's receipt of the request until it was first scheduled;
-    `generate_seconds`: from then to the last token. `finish_reason` is `stop` or `length`.
-    """
-
-    ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    queue_seconds: float
-    generate_seconds: float
-    cached_tokens: int = 0
-    version: int = 0
-
-
-class TokenEngine(Protocol):
-    """Generates tokens for token prompts. Errors are `PolicyError`s."""
-
-    tokenizer: Tokenizer
-    max_model_len: int
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str
-    ) -> Generation:
-        """Requests of one `session_id` go to one replica where there are several."""
-        ...
-
-    async def release(self, session_id: str) -> None:
-        """The session is over. Never raises."""
-        ...
 
 
 class VllmEngine:
@@ -117,7 +81,14 @@ class VllmEngine:
         await self.check()
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str = "",
+        tools: Sequence[Tool] = (),
+        structure: Structure | None = None,
     ) -> Generation:
         """Generate behind `prompt_ids`. Raises `PolicyError`: `context_overflow` where no token has room,
         `policy_unavailable` where the engine is dead, `policy_timeout`, `policy_error`."""
@@ -223,89 +194,11 @@ class VllmEngine:
             raise PolicyError("policy_unavailable", said, Evidence(said, "policy server")) from error
 
 
-class VllmSession:
-    """One rollout's conversation with a `TokenEngine`."""
-
-    def __init__(self, session_id: str, engine: TokenEngine, renderer: ChatRenderer, policy: str) -> None:
-        self._id = session_id
-        self._policy = policy
-        self._engine = engine
-        self._tokens = RunningTokens(renderer)
-        self._requests = 0
-
-    @property
-    def segments(self) -> list[Segment]:
-        return self._tokens.segments
-
-    async def complete(
-        self, new_messages: list[Message], sampling: Sampling
-    ) -> tuple[Completion, int | None]:
-        """See `PolicySession`. `max_tokens` is cut to the room left in the context; an answer that fills it
-        ends with `finish_reason` `length`, and the next one with `context_overflow`. A seed is moved on with
-        every turn: with one and the same, a model answers what it answered before."""
-        prompt = self._tokens.prompt(new_messages)
-        room = require_room(len(prompt.ids), self._engine.max_model_len)
-        self._requests += 1
-        made = await self._engine.generate(
-            prompt.ids,
-            replace(
-                sampling,
-                max_tokens=min(sampling.max_tokens, room),
-                seed=None if sampling.seed is None else sampling.seed + self._requests,
-            ),
-            request_id=f"{self._id}-{self._requests}-{uuid.uuid4().hex[:8]}",
-            session_id=self._id,
-        )
-        text = self._tokens.append(prompt, made.ids, made.logprobs)
-        completion = Completion(
-            text=text,
-            finish_reason=made.finish_reason,
-            prompt_ids=prompt.ids,
-            ids=made.ids,
-            logprobs=made.logprobs,
-            policy=self._policy,
-            version=made.version,
-            queue_seconds=made.queue_seconds,
-            generate_seconds=made.generate_seconds,
-            cached_tokens=made.cached_tokens,
-        )
-        return completion, len(self.segments) - 1
-
-    async def close(self) -> None:
-        await self._engine.release(self._id)
-
-
-class VllmPolicy:
-    """Serves sessions on `engine`, which has been started. `template_kwargs` go to its chat template."""
-
-    def __init__(
-        self, engine: TokenEngine, *, name: str = "vllm", template_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        self.name = name
-        self._engine = engine
-        self._renderer = ChatRenderer(engine.tokenizer, template_kwargs)
-
-    def session(self, session_id: str, *, task: str, sample: int) -> VllmSession:
-        """See `Policy`."""
-        return VllmSession(session_id, self._engine, self._renderer, self.name)
-
-
 def cpu_threads() -> int:
     """OpenMP threads of an engine without a GPU: half of the CPUs. A second thread on the same core gains
     little alone, and much is lost when one of them waits for a core that a sandbox has: with 12 runnable
     processes on 2 CPUs, 2 threads have been seen to give a third of what 1 gives."""
     return max(1, len(os.sched_getaffinity(0)) // 2)
-
-
-def require_room(prompt_tokens: int, max_model_len: int) -> int:
-    """Tokens left for an answer, at least 1. Raises `PolicyError` (`context_overflow`) where there are none."""
-    room = max_model_len - prompt_tokens
-    if room < 1:
-        raise PolicyError(
-            "context_overflow",
-            f"the prompt has {prompt_tokens} tokens, and the model's context of {max_model_len} no room left",
-        )
-    return room
 
 
 def _children() -> list[psutil.Process]:

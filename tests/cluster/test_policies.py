@@ -29,8 +29,8 @@ from rollcage.cluster.policies import (
 from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies import smollm2
 from rollcage.rollout.policies.base import Sampling
+from rollcage.rollout.policies.engine import Generation
 from rollcage.rollout.policies.scripted import ByteTokenizer
-from rollcage.rollout.policies.vllm import Generation
 from rollcage.rollout.trajectory import Message
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

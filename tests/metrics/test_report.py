@@ -32,7 +32,8 @@ def an_attempt(
     attempt_id: str | None = None,
 ) -> Attempt:
     tokens = Trajectory(
-        turns=[Turn(0, "ls", "stop", 0, 10, 5)], segments=[Segment([1] * 15, [0] * 10 + [1] * 5)]
+        turns=[Turn(0, "ls", "stop", 0, 10, 5, prompt_tokens=10, completion_tokens=5)],
+        segments=[Segment([1] * 15, [0] * 10 + [1] * 5)],
     )
     return Attempt(
         f"{agent}/{task}/{sample}/{number}" if attempt_id is None else attempt_id,

@@ -31,6 +31,7 @@ from rollcage.rollout.trajectory import (
     Phase,
     Reward,
     Segment,
+    ToolCall,
     Trajectory,
     Turn,
 )
@@ -41,8 +42,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "arrow.md"
 def an_attempt(task: str = "count-lines", sample: int = 0, **changes: Any) -> Attempt:
     segment = Segment([5, 6, 7, 8], [0, 0, 1, 1], [math.nan, math.nan, -0.5, -1.25])
     turn = Turn(
-        0, "ls", "stop", 0, 2, 2, "model", 3, 0.1, 0.4, commands=[CommandRecord("ls", 0, "a\n", "", 0.01)]
-    )
+        0, "ls", "stop", 0, 2, 2, "model", 3, 3, 0.1, 0.4, 2, 2,
+        commands=[CommandRecord("ls", 0, "a\n", "", 0.01)],
+    )  # fmt: skip
     trajectory = Trajectory([Message("user", "look"), Message("assistant", "ls", 0)], [turn], [segment])
     attempt = Attempt(
         f"{task}-{sample}-a", "demo", task, "ab" * 32, sample, 0, "bash", "model", "host-1", Outcome.PASSED,
@@ -105,13 +107,16 @@ segments = st.lists(
 commands = st.builds(
     CommandRecord, text, st.none() | int32, text, text, seconds, st.booleans(), st.integers(0, 2**40), text
 )
+calls = st.lists(st.builds(ToolCall, text, text, text), max_size=2).map(tuple)
 turns = st.builds(
-    Turn, int32, text, text, st.none() | int32, int32, int32, text, int32, seconds, seconds, st.booleans(),
-    st.lists(commands, max_size=2),
+    Turn, int32, text, text, st.none() | int32, int32, int32, text, int32, int32, seconds, seconds, int32, int32,
+    int32, st.none() | seconds, st.booleans(), text, st.booleans(), st.lists(commands, max_size=2),
 )  # fmt: skip
 trajectories = st.builds(
     Trajectory,
-    st.lists(st.builds(Message, text, text, st.none() | int32), max_size=3),
+    st.lists(
+        st.builds(Message, text, text, st.none() | int32, calls, st.none() | text, text, text), max_size=3
+    ),
     st.lists(turns, max_size=3),
     st.lists(segments, max_size=3),
 )
@@ -301,10 +306,10 @@ def test_each_group_is_a_batch_of_its_own_whatever_its_agent(tmp_path: Path) -> 
 
 def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
     run = a_run(tmp_path, [an_attempt()])
-    newer = read_rollouts(run).replace_schema_metadata({schema.VERSION_KEY: b"2"})
+    newer = read_rollouts(run).replace_schema_metadata({schema.VERSION_KEY: b"3"})
     with pa.ipc.new_file(run.shards("rollouts")[0], newer.schema) as writer:
         writer.write_table(newer)
-    with pytest.raises(schema.SchemaVersionError, match=r"part-00000\.arrow: schema version 2"):
+    with pytest.raises(schema.SchemaVersionError, match=r"part-00000\.arrow: schema version 3"):
         read_rollouts(run)
 
 

@@ -166,8 +166,8 @@ async def test_only_generation_is_charged_while_the_policy_is_waited_for(make_co
     context = make_context([block("submit")], clock=clock)
     answer = context.session.complete
 
-    async def late(*arguments: Any) -> Any:
-        completion, segment = await answer(*arguments)
+    async def late(*arguments: Any, **asked: Any) -> Any:
+        completion, segment = await answer(*arguments, **asked)
         now[0] += 50.0
         completion.generate_seconds = 8.0
         return completion, segment

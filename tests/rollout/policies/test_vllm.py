@@ -17,7 +17,8 @@ import pytest_asyncio
 from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies import smollm2
 from rollcage.rollout.policies.base import Sampling
-from rollcage.rollout.policies.vllm import VllmEngine, VllmPolicy
+from rollcage.rollout.policies.engine import TokenPolicy
+from rollcage.rollout.policies.vllm import VllmEngine
 from rollcage.rollout.trajectory import Message
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -39,7 +40,7 @@ def user(text: str) -> list[Message]:
 
 
 async def test_it_answers_and_the_sequence_goes_on_with_what_it_sampled(engine: VllmEngine) -> None:
-    session = VllmPolicy(engine, name="small").session("s", task="t", sample=0)
+    session = TokenPolicy(engine, name="small").session("s", task="t", sample=0)
     first, at = await session.complete(user("What is the capital of France?"), GREEDY)
     assert first.text == "The capital of France is Paris."
     assert (first.finish_reason, first.policy, at) == ("stop", "small", 0)
@@ -58,7 +59,7 @@ async def test_log_probabilities_are_those_of_the_same_weights_in_transformers(e
     import torch
     from transformers import AutoModelForCausalLM
 
-    session = VllmPolicy(engine).session("s", task="t", sample=0)
+    session = TokenPolicy(engine).session("s", task="t", sample=0)
     sampling = Sampling(temperature=1.0, seed=7, max_tokens=40)
     made, _ = await session.complete(user("Tell me about rivers."), sampling)
     model = AutoModelForCausalLM.from_pretrained(engine.model, dtype=torch.float32)
@@ -72,7 +73,7 @@ async def test_log_probabilities_are_those_of_the_same_weights_in_transformers(e
 
 async def test_a_seed_gives_the_same_rollout_again_but_not_the_same_turn(engine: VllmEngine) -> None:
     async def rollout(seed: int) -> list[list[int]]:
-        session = VllmPolicy(engine).session("s", task="t", sample=0)
+        session = TokenPolicy(engine).session("s", task="t", sample=0)
         sampling = Sampling(seed=seed, max_tokens=12)
         return [(await session.complete(user("Say a word."), sampling))[0].ids for _ in range(2)]
 
@@ -83,7 +84,7 @@ async def test_a_seed_gives_the_same_rollout_again_but_not_the_same_turn(engine:
 async def test_an_answer_that_fills_the_context_says_length_and_the_next_overflows(
     engine: VllmEngine,
 ) -> None:
-    session = VllmPolicy(engine).session("s", task="t", sample=0)
+    session = TokenPolicy(engine).session("s", task="t", sample=0)
     sampling = Sampling(max_tokens=4096, extra={"ignore_eos": True})
     made, _ = await session.complete(user("Count."), sampling)
     assert made.finish_reason == "length"
@@ -114,7 +115,7 @@ async def test_sampling_that_vllm_refuses_is_not_called_an_overflow(engine: Vllm
 
 
 async def test_stop_strings_end_an_answer_and_stay_in_it(engine: VllmEngine) -> None:
-    session = VllmPolicy(engine).session("s", task="t", sample=0)
+    session = TokenPolicy(engine).session("s", task="t", sample=0)
     made, _ = await session.complete(
         user("What is the capital of France?"), replace(GREEDY, stop=(" France",))
     )

@@ -1,0 +1,198 @@
+"""The settings of a job's policies, as pydantic models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollcage.rollout.policies.base import Sampling
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Settings(BaseModel):
+    """Unknown keys are refused and values are not guessed at: `true` is no number, `"4"` is none either."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class SamplingConfig(Settings):
+    """How tokens are drawn, in vLLM's terms."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, description="-1: all tokens.")
+    max_tokens: Count = Field(default=1024, description="Sampled tokens of one answer, at most.")
+    stop: list[str] = Field(default=[], description="Texts that end an answer.")
+    seed: int | None = Field(default=None, description="None: each rollout's own, from the job's seed.")
+    extra: dict[str, Any] = Field(
+        default={}, description="Further fields of the engine's sampling parameters."
+    )
+
+    def sampling(self) -> Sampling:
+        """As agents and policies take it."""
+        return Sampling(**{**self.model_dump(), "stop": tuple(self.stop)})
+
+
+class LoraConfig(Settings):
+    """A LoRA adapter that the policy answers with."""
+
+    name: str = Field(min_length=1)
+    path: str = Field(description="The adapter's directory.")
+
+
+class VllmPolicyConfig(Settings):
+    """A model served by vLLM in Ray actors."""
+
+    kind: Literal["vllm"]
+    model: str = Field(description="A Hugging Face id, a directory, or `smollm2`.")
+    replicas: Count = 1
+    num_cpus: float = Field(default=0.0, ge=0, description="What Ray sets aside for each replica.")
+    num_gpus: float = Field(
+        default=0.0,
+        ge=0,
+        description="GPUs of each worker of a replica, a fraction too; 0: the model runs on the CPU. A replica has "
+        "tensor_parallel_size x pipeline_parallel_size workers.",
+    )
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        default="PACK", description="Ray's strategy for the workers of one replica."
+    )
+    threads: Count | None = Field(
+        default=None, description="OpenMP threads of a replica without a GPU; None: half of the CPUs."
+    )
+    engine_args: dict[str, Any] = Field(default={}, description="vLLM's AsyncEngineArgs, by name.")
+    template_kwargs: dict[str, Any] = Field(default={}, description="Variables of the model's chat template.")
+    tool_parser: str | None = Field(default=None, description="One of vLLM's tool parsers: hermes, ...")
+    reasoning_parser: str | None = Field(
+        default=None, description="One of vLLM's reasoning parsers: qwen3, ..."
+    )
+    lora: LoraConfig | None = None
+    version: int = Field(default=0, ge=0, description="Of the weights that the job begins with.")
+    on_update: Literal["finish", "continue"] = Field(
+        default="finish",
+        description="What turns in flight do when weights are replaced: finish on the old ones first, or go on with "
+        "the new ones.",
+    )
+    max_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        description="Versions that a rollout's first turn may be behind; None: any number.",
+    )
+    stale: Literal["drop", "finish"] = Field(
+        default="drop",
+        description="What becomes of a rollout past it: tried again with the new weights, or finished.",
+    )
+    health_sec: Seconds = Field(
+        default=30.0, description="How often each replica must prove that it generates a token."
+    )
+    retry_sec: Seconds = Field(
+        default=600.0,
+        description="How long a turn whose replica died waits for another one before its attempt ends.",
+    )
+    request_timeout_sec: Seconds = 600.0
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class OpenAIPolicyConfig(Settings):
+    """A model behind a server that speaks OpenAI's chat or completions API: vLLM, SGLang, any other."""
+
+    kind: Literal["openai"]
+    base_url: str = Field(description="Such as http://server:8000/v1.")
+    model: str = Field(description="As the server calls it.")
+    api_key_env: str = Field(
+        default="OPENAI_API_KEY",
+        description="The variable that holds the key, on each host; unset: none is sent.",
+    )
+    tokens: Literal["required", "auto", "none"] = Field(
+        default="auto",
+        description="Exact token ids and log-probabilities: refuse a server that gives none, take them where they are "
+        "given, or ask for none.",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="A directory or Hugging Face id. With it, prompts are sent as token ids to the completions API, so "
+        "that nothing sampled is tokenized again; without, as messages to the chat API.",
+    )
+    template_kwargs: dict[str, Any] = Field(default={}, description="Variables of the model's chat template.")
+    headers: dict[str, str] = Field(
+        default={}, description="Sent with each request; {session} is the attempt's id."
+    )
+    extra_body: dict[str, Any] = Field(default={}, description="Further fields of each request.")
+    max_model_len: Count | None = Field(default=None, description="None: as the server says.")
+    version: int = Field(default=0, ge=0)
+    max_connections: Count = 1000
+    retry_sec: Seconds = Field(
+        default=300.0, description="How long one turn is tried again for 429, 5xx and lost connections."
+    )
+    request_timeout_sec: Seconds = 600.0
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class PricesConfig(Settings):
+    """US dollars for a million tokens."""
+
+    input: float = Field(ge=0)
+    output: float = Field(ge=0)
+    cache_write: float | None = Field(default=None, ge=0, description="None: 1.25 times input.")
+    cache_read: float | None = Field(default=None, ge=0, description="None: 0.1 times input.")
+
+
+class AnthropicPolicyConfig(Settings):
+    """Claude, or a server that speaks Anthropic's Messages API."""
+
+    kind: Literal["anthropic"]
+    model: str
+    base_url: str | None = Field(default=None, description="None: ANTHROPIC_BASE_URL, or Anthropic's own.")
+    api_key_env: str = "ANTHROPIC_API_KEY"
+    thinking: dict[str, Any] | None = Field(
+        default=None, description="The API's `thinking`: {type: enabled, budget_tokens: 4096}."
+    )
+    cache: bool = Field(default=True, description="Mark prompts for caching.")
+    prices: PricesConfig | None = Field(default=None, description="None: those that are known of the model.")
+    budget_usd: float | None = Field(
+        default=None, gt=0, description="The job ends cleanly once its answers have cost this."
+    )
+    extra_body: dict[str, Any] = Field(default={}, description="Further fields of each request.")
+    max_connections: Count = 1000
+    retry_sec: Seconds = 600.0
+    request_timeout_sec: Seconds = 600.0
+    sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def _no_seed(self) -> AnthropicPolicyConfig:
+        if self.sampling.seed is not None:
+            raise ValueError("the Messages API has no seed: leave sampling.seed out")
+        return self
+
+
+class ScriptedPolicyConfig(Settings):
+    """Answers from a file, for tests and demos."""
+
+    kind: Literal["scripted"]
+    file: str = Field(description="YAML of answers by task.")
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class RecordedPolicyConfig(Settings):
+    """The answers of another run, in their order: no model is asked."""
+
+    kind: Literal["recorded"]
+    run: str = Field(description="The run directory.")
+    sampling: SamplingConfig = SamplingConfig()
+
+
+PolicyConfig = Annotated[
+    VllmPolicyConfig
+    | OpenAIPolicyConfig
+    | AnthropicPolicyConfig
+    | ScriptedPolicyConfig
+    | RecordedPolicyConfig,
+    Field(discriminator="kind"),
+]
+"""A policy, of any kind."""
+
+KINDS = ("vllm", "openai", "anthropic", "scripted", "recorded")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.agents.commands import run_command
 from rollcage.rollout.agents.conversation import Conversation, Limits
-from rollcage.rollout.sandbox.base import CommandResult
+from rollcage.rollout.agents.observation import MAX_OUTPUT_TOKENS, OutputCap, check_caps, observation
+from rollcage.rollout.agents.prompts import load_prompt
+from rollcage.rollout.agents.summaries import SUMMARIZE_AT, Summaries, check_summarize_at
 from rollcage.rollout.trajectory import Message, Turn
 
 DONE = ("submit", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
@@ -49,15 +50,18 @@ def parse_action(answer: str) -> Action:
 
 
 class BashAgent:
-    """See the module. `system_prompt` and `task_prompt` replace the files beside this one: a text, or the path
-    of a file that ends in `.md` or `.txt`; `{instruction}` in the latter is the step's instruction. An empty
-    `system_prompt` leaves the system message out. `examples`, `{instruction, answer}` each, are put before the
-    task as turns that went well: a small model learns the form from them, where it cannot from words.
+    """See the module. `system_prompt` and `task_prompt` replace the files beside this one (see `prompts.py`);
+    `{instruction}` in the latter is the step's instruction. An empty `system_prompt` leaves the system message out.
+    `examples`, `{instruction, answer}` each, are put before the task as turns that went well: a small model learns
+    the form from them, where it cannot from words.
 
     Limits, each ending the agent with the error class in brackets: `max_turns` answers a step (`turn_limit`),
     `max_tokens` sampled tokens an attempt (`token_limit`; None: no limit), `max_malformed` answers in a row
-    without one action (`malformed_actions`). `command_timeout_sec` stops a command and goes on;
-    `output_bytes` is what a command's stdout, and its stderr, may show.
+    without one action (`malformed_actions`). `command_timeout_sec` stops a command and goes on.
+    A command's stdout and stderr show `max_output_tokens` together (None: no limit), and `output_bytes` each.
+
+    With `summarize`, a conversation past `summarize_at` of the model's context is summed up by the policy, as
+    `summary_prompt` asks it to, and goes on in a new segment; without, it ends by `context_overflow`.
     """
 
     name = "bash"
@@ -71,22 +75,34 @@ class BashAgent:
         max_malformed: int = 3,
         command_timeout_sec: float = 60.0,
         output_bytes: int = 10_000,
+        max_output_tokens: int | None = MAX_OUTPUT_TOKENS,
         system_prompt: str | None = None,
         task_prompt: str | None = None,
         examples: Sequence[Mapping[str, str]] = (),
+        summarize: bool = False,
+        summarize_at: float = SUMMARIZE_AT,
+        summary_prompt: str | None = None,
     ) -> None:
-        if output_bytes < 1 or command_timeout_sec <= 0:
-            raise ValueError("output_bytes and command_timeout_sec must be above 0")
+        check_caps(command_timeout_sec, output_bytes, max_output_tokens)
+        check_summarize_at(summarize_at)
         self.limits = Limits(max_turns, max_tokens, max_malformed)
         self.command_timeout_sec = command_timeout_sec
         self.output_bytes = output_bytes
-        self.system_prompt = _prompt(system_prompt, "bash_system.md")
-        self.task_prompt = _prompt(task_prompt, "bash_task.md")
+        self.max_output_tokens = max_output_tokens
+        self.system_prompt = load_prompt("system_prompt", system_prompt, "bash_system.md", may_be_empty=True)
+        self.task_prompt = load_prompt("task_prompt", task_prompt, "bash_task.md", needed=["instruction"])
         self.examples = [_example(example) for example in examples]
+        self.summarize = summarize
+        self.summarize_at = summarize_at
+        self.summary_prompt = load_prompt(
+            "summary_prompt", summary_prompt, "summary.md", known=["instruction"]
+        )
 
     async def run(self, context: AgentContext) -> None:
-        talk = Conversation(context, self.limits)
-        new = self._opening(context)
+        opening = self._opening(context.step.instruction)
+        talk = Conversation(context, self.limits, self._summaries(context, opening))
+        cap = OutputCap(self.max_output_tokens, talk.count_tokens)
+        new = opening[-1:] if talk.begun else opening
         while True:
             turn, made = await talk.ask(new)
             try:
@@ -104,40 +120,26 @@ class BashAgent:
                     timeout=self.command_timeout_sec,
                     output_bytes=self.output_bytes,
                 )
-                new = [Message("user", observation(result), turn.index)]
+                new = [Message("user", observation(result, cap), turn.index)]
                 context.emit(new[0].content)
             if action.done:
                 return
 
-    def _opening(self, context: AgentContext) -> list[Message]:
-        """The messages before the first answer; a later step of the task adds only its instruction."""
-        task = Message("user", self._ask(context.step.instruction))
-        if context.trajectory.messages:
-            return [task]
-        opening = [Message("system", self.system_prompt)] if self.system_prompt else []
-        for instruction, answer in self.examples:
-            opening += [Message("user", self._ask(instruction)), Message("assistant", answer)]
-        return [*opening, task]
+    def _opening(self, instruction: str) -> list[Message]:
+        """The messages before the first answer; a later step of the task adds only the last, its own."""
+        opening = [Message("system", self.system_prompt.filled({}))] if self.system_prompt else []
+        for example, answer in self.examples:
+            opening += [Message("user", self._ask(example)), Message("assistant", answer)]
+        return [*opening, Message("user", self._ask(instruction))]
 
     def _ask(self, instruction: str) -> str:
-        return self.task_prompt.replace("{instruction}", instruction.strip())
+        return self.task_prompt.filled({"instruction": instruction.strip()})
 
-
-def observation(result: CommandResult) -> str:
-    """What the policy is told of a command."""
-    status = "none" if result.exit_code is None else str(result.exit_code)
-    lines = [f"<exit_code>{status}</exit_code>", *_section("stdout", result.stdout)]
-    lines += _section("stderr", result.stderr)
-    if result.omitted_bytes:
-        lines.append(f"[{result.omitted_bytes} bytes of output were left out]")
-    if result.note:
-        lines.append(result.note)
-    return "\n".join(lines)
-
-
-def _section(name: str, content: bytes) -> list[str]:
-    text = content.decode("utf-8", "replace").rstrip("\n")
-    return [f"<{name}>", text, f"</{name}>"] if text else []
+    def _summaries(self, context: AgentContext, opening: Sequence[Message]) -> Summaries | None:
+        if not self.summarize:
+            return None
+        request = self.summary_prompt.filled({"instruction": context.step.instruction.strip()})
+        return Summaries(opening, request, self.summarize_at)
 
 
 def _malformed(problem: ValueError, turn: Turn) -> str:
@@ -175,11 +177,3 @@ def _example(example: Mapping[str, str]) -> tuple[str, str]:
     except ValueError as problem:
         raise ValueError(f"the example {example['instruction']!r} teaches nothing: {problem}") from problem
     return example["instruction"], example["answer"].strip()
-
-
-def _prompt(given: str | None, default: str) -> str:
-    if given is None:
-        return (Path(__file__).parent / default).read_text(encoding="utf-8").strip()
-    if given.endswith((".md", ".txt")) and "\n" not in given:
-        return Path(given).read_text(encoding="utf-8").strip()
-    return given.strip()

@@ -1,21 +1,29 @@
-"""An agent's talk with its policy: asking so that the trajectory holds it, and the limits that every agent has."""
+"""An agent's talk with its policy: asking so that the trajectory holds it, and the limits that every agent has.
+
+With `Summaries`, a conversation that comes near the end of the context is summed up by the policy (a turn whose
+purpose is `summary`), the session forgets it, and the next question is the step's opening with the summary behind it.
+Nothing else changes for the agent. A context that the summary does not fit either has overflowed.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rollcage.rollout.agents.base import AgentContext
-from rollcage.rollout.outcome import AgentStopped
-from rollcage.rollout.policies.base import Completion, Structure, Tool
+from rollcage.rollout.agents.observation import token_counter
+from rollcage.rollout.agents.summaries import MESSAGE_TOKENS, Summaries, asking
+from rollcage.rollout.outcome import AgentStopped, PolicyError
+from rollcage.rollout.policies.base import Completion, MeasuresTokens, Sampling, Structure, Tool
 from rollcage.rollout.trajectory import Message, Turn
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an agent may use. `turns`: answers in a step (`turn_limit`). `tokens`: sampled tokens in an attempt
-    (`token_limit`; None: no limit). `malformed`: answers in a row without an action that can be read
-    (`malformed_actions`)."""
+    """What an agent may use. `turns`: answers in a step (`turn_limit`; summaries are not counted). `tokens`: sampled
+    tokens in an attempt (`token_limit`; None: no limit). `malformed`: answers in a row without an action that can be
+    read (`malformed_actions`)."""
 
     turns: int = 30
     tokens: int | None = None
@@ -29,11 +37,13 @@ class Limits:
 class Conversation:
     """One step's talk. What is asked and what is answered is in the trajectory at once."""
 
-    def __init__(self, context: AgentContext, limits: Limits) -> None:
+    def __init__(self, context: AgentContext, limits: Limits, summaries: Summaries | None = None) -> None:
         self._context = context
         self._limits = limits
+        self._summaries = summaries
         self._turns = 0
         self._malformed = 0
+        self.count_tokens = token_counter(context.session)
 
     async def ask(
         self,
@@ -43,35 +53,32 @@ class Conversation:
         structure: Structure | None = None,
     ) -> tuple[Turn, Completion]:
         """The policy's answer to `new`, as a turn of the trajectory. The agent's clock stands still but for the
-        engine's own time. Raises `AgentStopped` at a limit, and `PolicyError`."""
-        context, limits = self._context, self._limits
-        assert context.session is not None, "the rollout opens a session for agents that need a policy"
-        if self._turns >= limits.turns:
-            raise AgentStopped("turn_limit", f"the agent was not done after {limits.turns} turns")
+        engine's own time.
+
+        Raises `AgentStopped` at a limit, and (`malformed_actions`) where the policy refused to answer, which it
+        would do again; and `PolicyError`: `context_overflow` where the conversation does not fit, summed up or not.
+        """
+        if self._turns >= self._limits.turns:
+            raise AgentStopped("turn_limit", f"the agent was not done after {self._limits.turns} turns")
         self._turns += 1
-        trajectory, sampling = context.trajectory, context.sampling
-        if limits.tokens is not None:
-            left = limits.tokens - trajectory.completion_tokens
-            if left <= 0:
-                raise AgentStopped("token_limit", f"the agent used its {limits.tokens} tokens")
-            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
-        trajectory.messages += new
-        with context.clock.held():
-            made, segment = await context.session.complete(new, sampling, tools=tools, structure=structure)
-        context.clock.charge(made.generate_seconds)
-        turn = turn_of(len(trajectory.turns), made, segment)
-        trajectory.turns.append(turn)
-        answer = Message(
-            "assistant",
-            made.text,
-            turn.index,
-            tool_calls=made.tool_calls,
-            reasoning=made.reasoning,
-            blocks=made.blocks,
-        )
-        trajectory.messages.append(answer)
-        context.emit(made.text)
-        return turn, made
+        if self._summaries is not None and self._is_long(new, self._summaries):
+            new = await self._sum_up(new, tools, self._summaries)
+        try:
+            return await self._complete(new, tools, structure)
+        except PolicyError as error:
+            if error.error_class != "context_overflow" or self._summaries is None or not self.begun:
+                raise
+            trajectory = self._context.trajectory
+            trajectory.messages = trajectory.messages[: len(trajectory.messages) - len(new)]
+            new = await self._sum_up(new, tools, self._summaries)
+            return await self._complete(new, tools, structure)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the session holds a conversation that the next question goes on with, of an earlier step, too. One
+        that was only just summed up is begun anew, and cannot be summed up again."""
+        turns = self._context.trajectory.turns
+        return bool(turns) and turns[-1].purpose != "summary"
 
     def malformed(self, turn: Turn, problem: str) -> None:
         """The answer held no action that could be read, because of `problem`. Raises `AgentStopped` where that has
@@ -85,6 +92,92 @@ class Conversation:
     def well_formed(self) -> None:
         """The answer held an action."""
         self._malformed = 0
+
+    async def _complete(
+        self,
+        new: list[Message],
+        tools: Sequence[Tool],
+        structure: Structure | None,
+        purpose: str = "act",
+    ) -> tuple[Turn, Completion]:
+        context = self._context
+        assert context.session is not None, "the rollout opens a session for agents that need a policy"
+        sampling = self._sampling(new, tools, purpose)
+        trajectory = context.trajectory
+        trajectory.messages += new
+        with context.clock.held():
+            made, segment = await context.session.complete(new, sampling, tools=tools, structure=structure)
+        context.clock.charge(made.generate_seconds)
+        turn = turn_of(len(trajectory.turns), made, segment)
+        turn.purpose = purpose
+        trajectory.turns.append(turn)
+        answer = Message(
+            "assistant",
+            made.text,
+            turn.index,
+            tool_calls=made.tool_calls,
+            reasoning=made.reasoning,
+            blocks=made.blocks,
+        )
+        trajectory.messages.append(answer)
+        context.emit(made.text)
+        if made.finish_reason == "refusal":
+            turn.malformed = True
+            if purpose == "summary":
+                context.session.restart()
+            said = f"the policy refused to answer: {made.text.strip()[:500] or 'it said nothing'}"
+            raise AgentStopped("malformed_actions", said)
+        return turn, made
+
+    def _sampling(self, new: list[Message], tools: Sequence[Tool], purpose: str) -> Sampling:
+        """The job's, with no more tokens than the limit leaves, and the context where a summary is to fit behind
+        the answer."""
+        sampling, limit = self._context.sampling, self._limits.tokens
+        if limit is not None:
+            left = limit - self._context.trajectory.completion_tokens
+            if left <= 0:
+                raise AgentStopped("token_limit", f"the agent used its {limit} tokens")
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
+        most = self._max_model_len
+        if self._summaries is not None and most is not None:
+            kept = self._summaries.room(most, self.count_tokens) if purpose == "act" else 0
+            room = max(1, most - kept - self._prompt_tokens(new, tools))
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        return sampling
+
+    def _is_long(self, new: list[Message], summaries: Summaries) -> bool:
+        most = self._max_model_len
+        return most is not None and self.begun and self._prompt_tokens(new) > summaries.at * most
+
+    async def _sum_up(self, new: list[Message], tools: Sequence[Tool], summaries: Summaries) -> list[Message]:
+        """Have the policy sum the conversation up and forget it. Returns the messages to go on with. Of `new`, which
+        it has not seen, it is shown what there is room for."""
+        session, most = self._context.session, self._max_model_len
+        assert session is not None
+        room = None
+        if most is not None:
+            answer = min(self._context.sampling.max_tokens, summaries.answer_tokens(most))
+            used = self._prompt_tokens([replace(message, content="") for message in new])
+            room = max(0, most - used - answer - self.count_tokens(summaries.request) - MESSAGE_TOKENS)
+        questions = asking(summaries.request, new, room, self.count_tokens)
+        turn, made = await self._complete(questions, tools, None, purpose="summary")
+        session.restart()
+        opening = await summaries.reopening(made.text)
+        return [replace(message, turn=turn.index) for message in opening]
+
+    @property
+    def _max_model_len(self) -> int | None:
+        session = self._context.session
+        return session.max_model_len if isinstance(session, MeasuresTokens) else None
+
+    def _prompt_tokens(self, new: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """Tokens that the prompt with `new` will have, about: what the policy counted, and what is new."""
+        tokens = sum(self.count_tokens(message.content) + MESSAGE_TOKENS for message in new)
+        if self.begun:
+            last = self._context.trajectory.turns[-1]
+            return last.prompt_tokens + last.completion_tokens + tokens
+        schemas = [[tool.name, tool.description, dict(tool.parameters)] for tool in tools]
+        return tokens + (self.count_tokens(json.dumps(schemas)) if schemas else 0)
 
 
 def turn_of(index: int, made: Completion, segment: int | None) -> Turn:

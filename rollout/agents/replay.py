@@ -1,9 +1,11 @@
-"""The agent that runs the commands of a recorded trajectory again, in their order, without a policy.
+"""The agent that runs the commands of a recorded trajectory again, in their order, without a policy. Keystrokes are
+typed into the sandbox's terminal again, and waited for as they were.
 
 `path` is one of
 - a run directory: the rollout of the same task and sample (`rollouts/`, `arrow.read_rollouts`);
 - a `.jsonl` or `.json` file of records `{"task": ..., "sample": ..., "commands": [...]}`, one a line, a list
-  of them, or a single one. `task` and `sample` may be left out: the record then serves any;
+  of them, or a single one. `task` and `sample` may be left out: the record then serves any. A command is a text, or
+  `{"keystrokes": ..., "duration": seconds}`;
 - an ATIF trajectory (`trajectory.json`): the commands of its tool calls, for any task.
 """
 
@@ -18,9 +20,13 @@ from typing import Any
 
 from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.agents.commands import add_turn, run_command
+from rollcage.rollout.agents.keys_parser import Keystrokes, keystrokes
+from rollcage.rollout.agents.keys_terminal import Keyboard
 
 COMMAND_TIMEOUT_SEC = 600.0
 """A command that was stopped in the recorded attempt must not hold the replay for ever."""
+
+Command = str | Keystrokes
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Recording:
     """The commands of one trajectory, a tuple for each turn. `task` and `sample` None: for any. `agent`: who
     gave them, where that is known."""
 
-    turns: tuple[tuple[str, ...], ...]
+    turns: tuple[tuple[Command, ...], ...]
     task: str | None = None
     sample: int | None = None
     agent: str | None = None
@@ -72,10 +78,15 @@ class ReplayAgent:
             context.task.name if self.task is None else self.task,
             context.sample if self.sample is None else self.sample,
         )
+        keyboard = None
         for commands in found.turns:
             turn = add_turn(context.trajectory)
             for command in commands:
-                await run_command(context, turn, command, timeout=self.command_timeout_sec)
+                if isinstance(command, str):
+                    await run_command(context, turn, command, timeout=self.command_timeout_sec)
+                else:
+                    keyboard = keyboard or await Keyboard.open(context)
+                    await keyboard.type(turn, command)
 
     def _recording(self, task: str, sample: int) -> Recording:
         found = [recording for recording in self._recordings if recording.serves(task, sample)]
@@ -117,23 +128,44 @@ def _of_run(run: Path) -> Iterator[Recording]:
     from rollcage.rollout.arrow import read_rollouts
 
     for row in read_rollouts(run, columns=("task", "sample", "agent", "turns")).to_pylist():
-        turns = (tuple(command["command"] for command in turn["commands"]) for turn in row["turns"])
+        turns = (tuple(map(_of_row, turn["commands"])) for turn in row["turns"])
         yield Recording(tuple(turns), row["task"], row["sample"], row["agent"])
+
+
+def _of_row(row: dict[str, Any]) -> Command:
+    return Keystrokes(row["command"], row["seconds"]) if row["keys"] else str(row["command"])
 
 
 def _of_record(record: Any, place: str) -> Recording:
     commands = record.get("commands") if isinstance(record, dict) else None
-    if not isinstance(commands, list) or not all(isinstance(command, str) for command in commands):
+    if not isinstance(commands, list):
         raise ValueError(f"{place}: a record needs `commands`, a list of texts")
     task, sample = record.get("task"), record.get("sample")
     if not isinstance(task, str | None) or not isinstance(sample, int | None):
         raise ValueError(f"{place}: `task` is a name and `sample` a number")
-    return Recording(tuple((command,) for command in commands), task, sample)
+    return Recording(tuple((_given(command, place),) for command in commands), task, sample)
 
 
-def _of_atif(steps: Any, place: str) -> Iterator[tuple[str, ...]]:
-    """The commands of each agent's step. Calls that name none (a mark that the task is done, keystrokes of a
-    terminal) cannot be replayed in a shell and are refused, not skipped, unless they are such a mark."""
+def _given(command: Any, place: str) -> Command:
+    if isinstance(command, dict):
+        return _keystrokes(command, place)
+    if not isinstance(command, str):
+        raise ValueError(
+            f"{place}: a record needs `commands`, a list of texts, or of keystrokes with a duration"
+        )
+    return command
+
+
+def _keystrokes(given: dict[str, Any], place: str) -> Keystrokes:
+    try:
+        return keystrokes(given)
+    except ValueError as problem:
+        raise ValueError(f"{place}: {problem}") from problem
+
+
+def _of_atif(steps: Any, place: str) -> Iterator[tuple[Command, ...]]:
+    """The commands of each agent's step. Calls that name none cannot be replayed and are refused, not skipped, unless
+    they are a mark that the task is done."""
     if not isinstance(steps, list):
         raise ValueError(f"{place}: `steps` is no list")
     for step in steps:
@@ -144,12 +176,12 @@ def _of_atif(steps: Any, place: str) -> Iterator[tuple[str, ...]]:
             )
 
 
-def _of_call(call: dict[str, Any], place: str) -> Iterator[str]:
+def _of_call(call: dict[str, Any], place: str) -> Iterator[Command]:
     arguments = call.get("arguments") or {}
     if isinstance(command := arguments.get("command", arguments.get("cmd")), str):
         yield command
     elif "keystrokes" in arguments:
-        raise ValueError(f"{place}: keystrokes need a terminal and cannot be replayed as commands")
+        yield _keystrokes(arguments, place)
     elif call.get("function_name") not in ("mark_task_complete", "submit", "finish"):
         raise ValueError(f"{place}: the call of {call.get('function_name')!r} names no command")
 

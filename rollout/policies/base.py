@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollcage.rollout.trajectory import Message, Segment, ToolCall
 
@@ -116,6 +116,30 @@ class PolicySession(Protocol):
         ...
 
 
+@runtime_checkable
+class MeasuresTokens(Protocol):
+    """What a session may offer beside `PolicySession`, for those who must stay within its context."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens that prompt and answer may have together; None where that is not known."""
+        ...
+
+    def count_tokens(self, text: str) -> int | None:
+        """Tokens of a text inside a message; None where there is no tokenizer."""
+        ...
+
+
+@runtime_checkable
+class KeepsNotes(Protocol):
+    """What a session may offer beside `PolicySession`: something to be kept in the attempt's record."""
+
+    @property
+    def notes(self) -> Mapping[str, Any]:
+        """JSON values for `Attempt.extra`, by name."""
+        ...
+
+
 class Policy(Protocol):
     """Serves sessions. `name` goes into every attempt's record."""
 
@@ -124,3 +148,11 @@ class Policy(Protocol):
     def session(self, session_id: str, *, task: str, sample: int) -> PolicySession:
         """Open a session; `session_id` is the attempt's id and routes to one replica."""
         ...
+
+
+def notes_of(session: PolicySession) -> dict[str, Any]:
+    """What is kept of a session in the attempt's `extra`: its notes, and how long its context was."""
+    notes = dict(session.notes) if isinstance(session, KeepsNotes) else {}
+    if isinstance(session, MeasuresTokens) and session.max_model_len is not None:
+        notes["max_model_len"] = session.max_model_len
+    return notes

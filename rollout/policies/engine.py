@@ -26,6 +26,10 @@ class Parsed:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
+    def message(self) -> Message:
+        """As a message of the conversation."""
+        return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -81,12 +85,22 @@ class TokenSession:
         self._id = session_id
         self._policy = policy
         self._engine = engine
+        self._renderer = renderer
         self._tokens = RunningTokens(renderer)
         self._requests = 0
 
     @property
     def segments(self) -> list[Segment]:
         return self._tokens.segments
+
+    @property
+    def max_model_len(self) -> int:
+        """See `MeasuresTokens`."""
+        return self._engine.max_model_len
+
+    def count_tokens(self, text: str) -> int:
+        """See `MeasuresTokens`."""
+        return len(self._renderer.encode(self._renderer.harmless(Message("tool", text))))
 
     async def complete(
         self,
@@ -114,7 +128,8 @@ class TokenSession:
             tools=tools,
             structure=structure,
         )
-        text = self._tokens.append(prompt, made.ids, made.logprobs)
+        answer = None if made.parsed is None else made.parsed.message()
+        text = self._tokens.append(prompt, made.ids, made.logprobs, answer)
         parsed = made.parsed or Parsed(text)
         completion = Completion(
             text=parsed.text,

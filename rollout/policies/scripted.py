@@ -1,75 +1,19 @@
-"""Answers from a file, for tests, demos and simulation.
-
-    tokens: true              # make byte-level token ids (default: none)
-    tasks:
-      "rollcage/hello-*":     # a task's name, or a pattern of names (fnmatch); the first that matches serves
-        - "```bash\\necho hello > /app/hello.txt\\nsubmit\\n```"
-      "rollcage/count":
-        samples:              # by sample; those that are not listed get `turns`, or else the default
-          0: ["first answer", "second answer"]
-        turns: ["..."]
-    default: ["```bash\\nsubmit\\n```"]
-
-A turn is a text, or `{text, seconds}` to answer after some seconds, or `{error, message, seconds}` to fail with
-an error class that a policy can fail with. When a script is used up, its last turn is repeated.
-"""
+"""Answers from a file, for tests, demos and simulation. `scripts.py` says what the file holds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
-from rollcage.rollout.outcome import BY_NAME, PolicyError
+from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies.base import Completion, Sampling, Structure, Tool
+from rollcage.rollout.policies.engine import require_room
+from rollcage.rollout.policies.scripts import Answer, read_scripts
 from rollcage.rollout.tokens import ChatRenderer, RunningTokens
-from rollcage.rollout.trajectory import Message, Segment
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One turn: after `seconds`, answer `text`, or fail with `error` where there is one."""
-
-    text: str = ""
-    seconds: float = 0.0
-    error: str | None = None
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class Script:
-    """The turns of one task; `samples` has those of single samples."""
-
-    turns: tuple[Answer, ...] | None = None
-    samples: Mapping[int, tuple[Answer, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Scripts:
-    """A whole file."""
-
-    tasks: tuple[tuple[str, Script], ...]
-    default: tuple[Answer, ...] | None
-    tokens: bool
-
-    def turns(self, task: str, sample: int) -> tuple[Answer, ...]:
-        """The turns of a rollout. Raises `ValueError` where the file has none for it."""
-        script = next(
-            (script for name, script in self.tasks if task == name or fnmatchcase(task, name)), None
-        )
-        turns = None
-        if script is not None:
-            turns = script.samples.get(sample, script.turns)
-        turns = self.default if turns is None else turns
-        if turns is None:
-            raise ValueError(f"the script has no answers for {task}, sample {sample}, and no default")
-        return turns
+from rollcage.rollout.trajectory import Message, Segment, ToolCall
 
 
 class ScriptedPolicy:
@@ -83,21 +27,35 @@ class ScriptedPolicy:
 
     def session(self, session_id: str, *, task: str, sample: int) -> ScriptedSession:
         """See `Policy`."""
-        return ScriptedSession(self.name, self._scripts.turns(task, sample), self._renderer)
+        turns, most = self._scripts.turns(task, sample), self._scripts.max_model_len
+        return ScriptedSession(self.name, turns, self._renderer, most)
 
 
 class ScriptedSession:
     """One rollout's answers, in their order."""
 
-    def __init__(self, policy: str, turns: Sequence[Answer], renderer: ChatRenderer | None) -> None:
+    def __init__(
+        self,
+        policy: str,
+        turns: Sequence[Answer],
+        renderer: ChatRenderer | None,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.max_model_len = max_model_len
+        """See `MeasuresTokens`."""
         self._policy = policy
         self._turns = turns
         self._next = 0
+        self._renderer = renderer
         self._tokens = RunningTokens(renderer) if renderer else None
 
     @property
     def segments(self) -> list[Segment]:
         return self._tokens.segments if self._tokens else []
+
+    def count_tokens(self, text: str) -> int | None:
+        """See `MeasuresTokens`."""
+        return len(self._renderer.encode(text)) if self._renderer else None
 
     def restart(self) -> None:
         """See `PolicySession`."""
@@ -112,31 +70,44 @@ class ScriptedSession:
         tools: Sequence[Tool] = (),
         structure: Structure | None = None,
     ) -> tuple[Completion, int | None]:
-        """See `PolicySession`. With tokens, an answer is cut at `max_tokens` as an engine would cut it."""
+        """See `PolicySession`. With tokens, an answer is cut at `max_tokens` as an engine would cut it; of one that is
+        cut, nothing is told apart from the text. A prompt that overflows takes no answer from the script."""
         answer = self._turns[min(self._next, len(self._turns) - 1)]
+        if self._tokens is None:
+            await self._play(answer)
+            return self._completion(answer), None
+        prompt = self._tokens.prompt(new_messages, tools)
+        most = sampling.max_tokens
+        if self.max_model_len is not None:
+            most = min(most, require_room(len(prompt.ids), self.max_model_len))
+        await self._play(answer)
+        whole = [*answer.whole.encode(), ByteTokenizer.END]
+        ids = whole[:most]
+        logprobs = [0.0] * len(ids)
+        text = self._tokens.append(prompt, ids, logprobs)
+        cut = Answer(text, answer.seconds, finish_reason="length")
+        completion = self._completion(answer if len(ids) == len(whole) else cut)
+        completion.prompt_ids, completion.ids, completion.logprobs = prompt.ids, ids, logprobs
+        return completion, len(self.segments) - 1
+
+    async def _play(self, answer: Answer) -> None:
         self._next += 1
         await asyncio.sleep(answer.seconds)
         if answer.error is not None:
             raise PolicyError(answer.error, answer.message or f"the script says {answer.error}")
-        if self._tokens is None:
-            made = Completion(answer.text, "stop", policy=self._policy, generate_seconds=answer.seconds)
-            return made, None
-        prompt = self._tokens.prompt(new_messages, tools)
-        whole = [*answer.text.encode(), ByteTokenizer.END]
-        ids = whole[: sampling.max_tokens]
-        logprobs = [0.0] * len(ids)
-        text = self._tokens.append(prompt, ids, logprobs)
-        reason = "stop" if len(ids) == len(whole) else "length"
-        completion = Completion(
-            text,
-            reason,
-            prompt_ids=prompt.ids,
-            ids=ids,
-            logprobs=logprobs,
+
+    def _completion(self, answer: Answer) -> Completion:
+        calls = enumerate(answer.tool_calls)
+        return Completion(
+            answer.text,
+            answer.finish_reason,
             policy=self._policy,
             generate_seconds=answer.seconds,
+            reasoning=answer.reasoning,
+            tool_calls=tuple(
+                ToolCall(f"call_{self._next}_{place}", name, arguments) for place, (name, arguments) in calls
+            ),
         )
-        return completion, len(self.segments) - 1
 
     async def close(self) -> None:
         """Nothing is kept."""
@@ -155,7 +126,7 @@ class ByteTokenizer:
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Any]],
         *,
         tokenize: bool,
         add_generation_prompt: bool,
@@ -182,97 +153,3 @@ class ByteTokenizer:
             for number in token_ids
         )
         return b"".join(parts).decode("utf-8", "replace")
-
-
-def read_scripts(path: Path) -> Scripts:
-    """Read and check a file of scripts. Raises `ValueError` that names file and line."""
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ValueError(f"{path}: the file of answers cannot be read: {error.strerror}") from error
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ValueError(f"{path}{line}: this is no YAML: {error.problem}") from error
-    return _Reader(path).scripts(root)
-
-
-class _Reader:
-    """Walks the YAML's nodes, which know their lines."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._scalars = yaml.SafeLoader("")
-
-    def scripts(self, root: yaml.Node | None) -> Scripts:
-        if root is None:
-            raise ValueError(f"{self._path}: the file is empty")
-        top = self._mapping(root, {"tasks", "default", "tokens"}, "the file")
-        tasks = self._items(top["tasks"], "`tasks`") if "tasks" in top else ()
-        tokens = self._scalar(top["tokens"], bool, "`tokens`") if "tokens" in top else False
-        if "default" not in top and not tasks:
-            raise self._wrong(root, "there are neither `tasks` nor a `default`")
-        return Scripts(
-            tasks=tuple((self._scalar(name, str, "a task"), self._script(node)) for name, node in tasks),
-            default=self._turns(top["default"]) if "default" in top else None,
-            tokens=tokens,
-        )
-
-    def _script(self, node: yaml.Node) -> Script:
-        if not isinstance(node, yaml.MappingNode):
-            return Script(self._turns(node))
-        keys = self._mapping(node, {"turns", "samples"}, "a task")
-        samples = self._items(keys["samples"], "`samples`") if "samples" in keys else ()
-        return Script(
-            turns=self._turns(keys["turns"]) if "turns" in keys else None,
-            samples={self._scalar(key, int, "a sample"): self._turns(turns) for key, turns in samples},
-        )
-
-    def _turns(self, node: yaml.Node) -> tuple[Answer, ...]:
-        if not isinstance(node, yaml.SequenceNode) or not node.value:
-            raise self._wrong(node, "turns are a list with at least one answer")
-        return tuple(self._answer(turn) for turn in node.value)
-
-    def _answer(self, node: yaml.Node) -> Answer:
-        if not isinstance(node, yaml.MappingNode):
-            return Answer(self._scalar(node, str, "an answer"))
-        keys = self._mapping(node, {"text", "seconds", "error", "message"}, "an answer")
-        if ("text" in keys) == ("error" in keys):
-            raise self._wrong(node, "an answer has either a `text` or an `error`")
-        seconds = float(self._scalar(keys["seconds"], int | float, "`seconds`")) if "seconds" in keys else 0.0
-        if not 0 <= seconds < float("inf"):
-            raise self._wrong(keys["seconds"], "`seconds` is a length of time")
-        if "text" in keys:
-            return Answer(self._scalar(keys["text"], str, "`text`"), seconds)
-        error = self._scalar(keys["error"], str, "`error`")
-        row = BY_NAME.get(error)
-        if row is None or row.domain not in PolicyError.domains:
-            raise self._wrong(keys["error"], f"{error!r} is no error class of a policy")
-        message = self._scalar(keys["message"], str, "`message`") if "message" in keys else ""
-        return Answer(seconds=seconds, error=error, message=message)
-
-    def _mapping(self, node: yaml.Node, known: set[str], what: str) -> dict[str, yaml.Node]:
-        found: dict[str, yaml.Node] = {}
-        for key, value in self._items(node, what):
-            name = self._scalar(key, str, "a key")
-            if name not in known:
-                raise self._wrong(key, f"{what} has no key {name!r}; known: {', '.join(sorted(known))}")
-            if name in found:
-                raise self._wrong(key, f"{name!r} is there twice")
-            found[name] = value
-        return found
-
-    def _items(self, node: yaml.Node, what: str) -> Sequence[tuple[yaml.Node, yaml.Node]]:
-        if not isinstance(node, yaml.MappingNode):
-            raise self._wrong(node, f"{what} must be a mapping")
-        items: list[tuple[yaml.Node, yaml.Node]] = node.value
-        return items
-
-    def _scalar(self, node: yaml.Node, kind: Any, what: str) -> Any:
-        value = self._scalars.construct_object(node) if isinstance(node, yaml.ScalarNode) else None
-        wrong_bool = isinstance(value, bool) and kind is not bool
-        if value is None or wrong_bool or not isinstance(value, kind):
-            raise self._wrong(node, f"{what} must be {getattr(kind, '__name__', 'a number')}")
-        return value
-
-    def _wrong(self, node: yaml.Node, message: str) -> ValueError:
-        return ValueError(f"{self._path}:{node.start_mark.line + 1}: {message}")

@@ -302,8 +302,8 @@ class Behind:
         session = self._policy.session(session_id, task=task, sample=sample)
         complete = session.complete
 
-        async def gated(*arguments: Any) -> tuple[Completion, int | None]:
-            completion, segment = await complete(*arguments)
+        async def gated(*arguments: Any, **asked: Any) -> tuple[Completion, int | None]:
+            completion, segment = await complete(*arguments, **asked)
             await self._gate(completion)
             return completion, segment
 

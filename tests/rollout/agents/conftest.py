@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import shlex
 import shutil
 import signal
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +26,28 @@ from rollcage.rollout.policies.scripted import ScriptedPolicy
 from rollcage.rollout.sandbox.base import OUTPUT_BYTES, CommandResult
 from rollcage.rollout.task import Environment, Step, Task
 from rollcage.rollout.trajectory import Trajectory
+
+
+def _of_sandbox_tests() -> ModuleType:
+    path = Path(__file__).parents[1] / "sandbox" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("rollcage_test_sandboxes", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_sandboxes = _of_sandbox_tests()
+# Sandboxes of three kinds of image: with bash, with dash alone, and with nothing but busybox.
+engine = _sandboxes.engine
+build_image = _sandboxes.build_image
+busybox_image = _sandboxes.busybox_image
+images = _sandboxes.images
+kind = _sandboxes.kind
+make_sandbox = _sandboxes.make_sandbox
+sandbox = _sandboxes.sandbox
 
 
 class LocalShell:
@@ -131,13 +156,17 @@ async def make_context(tmp_path: Path) -> AsyncIterator[MakeContext]:
     workdir.mkdir()
     shell = LocalShell(workdir)
 
-    def make(turns: Sequence[Any] = (), *, tokens: bool = False, **fields: Any) -> AgentContext:
+    def make(
+        turns: Sequence[Any] = (), *, tokens: bool = False, max_model_len: int | None = None, **fields: Any
+    ) -> AgentContext:
         task = Task("org/task", tmp_path, "0" * 64, Environment(None, "image"), ())
         step = Step("main", "Do it.", tests=tmp_path, solution=None)
         session = None
         if turns:
             script = tmp_path / "answers.yaml"
-            script.write_text(yaml.safe_dump({"default": list(turns), "tokens": tokens}), encoding="utf-8")
+            answers: dict[str, Any] = {"default": list(turns), "tokens": tokens}
+            answers |= {} if max_model_len is None else {"max_model_len": max_model_len}
+            script.write_text(yaml.safe_dump(answers), encoding="utf-8")
             session = ScriptedPolicy(script).session("attempt", task=task.name, sample=0)
         given: dict[str, Any] = {
             "task": task,

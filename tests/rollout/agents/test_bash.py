@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,23 @@ async def test_an_answer_cut_by_its_length_is_told_so(make_context: Any) -> None
     with pytest.raises(AgentStopped):
         await BashAgent(max_malformed=2).run(context)
     assert "cut off at the token limit" in context.trajectory.messages[3].content
+
+
+async def test_a_refusal_ends_the_agent_at_once(make_context: Any) -> None:
+    context = make_context([{"text": "I will not.", "finish_reason": "refusal"}, block("submit")])
+    with pytest.raises(AgentStopped, match="the policy refused to answer: I will not") as stopped:
+        await BashAgent().run(context)
+    assert stopped.value.error_class == "malformed_actions"
+    assert [turn.malformed for turn in context.trajectory.turns] == [True]
+
+
+async def test_an_output_is_cut_to_tokens_and_kept_whole_in_the_record(make_context: Any) -> None:
+    context = make_context([block("seq 1000"), block("submit")])
+    await BashAgent(max_output_tokens=50).run(context)
+    said = context.trajectory.messages[3].content
+    assert len(said) < 300
+    assert re.search(r"\n\[\.\.\. 9\d\d tokens left out \.\.\.\]\n", said)
+    assert len(context.trajectory.turns[0].commands[0].stdout) == 3893
 
 
 async def test_each_turn_points_at_its_tokens(make_context: Any) -> None:

@@ -123,9 +123,11 @@ async def test_a_failing_command_does_not_stop_the_replay(make_context: Any, tmp
         ('[{"commands": "ls"}]', r"r\.json\[0\]: a record needs `commands`"),
         ('{"commands": [], "sample": "1"}', "`sample` a number"),
         (
-            '{"steps": [{"step_id": 4, "source": "agent", "tool_calls": [{"arguments": {"keystrokes": "ls"}}]}]}',
-            "step 4: keystrokes need a terminal",
+            '{"steps": [{"step_id": 4, "source": "agent", "tool_calls": [{"arguments": {"keystrokes": ["ls"]}}]}]}',
+            "step 4: `keystrokes` are a text",
         ),
+        ('{"commands": [{"keystrokes": "ls", "duration": "long"}]}', r"r\.json\[0\]: .* a number of seconds"),
+        ('{"commands": [3]}', "a list of texts, or of keystrokes with a duration"),
         (
             '{"steps": [{"step_id": 4, "source": "agent", "tool_calls": [{"function_name": "edit"}]}]}',
             "step 4: the call of 'edit' names no command",

@@ -80,6 +80,49 @@ def test_a_rollout_without_answers_is_refused(tmp_path: Path) -> None:
         policy(tmp_path, "tasks: {org/a: [x]}").session("a", task="org/b", sample=2)
 
 
+CALLS = """\
+tokens: %s
+max_model_len: 400
+default:
+  - text: I look.
+    reasoning: What is there?
+    tool_calls:
+      - {name: bash, arguments: {command: "ls é"}}
+      - {name: bash, arguments: '{"comm'}
+  - {text: I will not., finish_reason: refusal}
+"""
+
+
+async def test_answers_may_think_call_tools_and_refuse(tmp_path: Path) -> None:
+    session = policy(tmp_path, CALLS % "true").session("a", task="t", sample=0)
+    first = await ask(session)
+    assert (first.text, first.reasoning, first.finish_reason) == ("I look.", "What is there?", "tool_calls")
+    calls = [(call.name, call.arguments) for call in first.tool_calls]
+    assert calls == [("bash", '{"command": "ls \\u00e9"}'), ("bash", '{"comm')]
+    assert len({call.id for call in first.tool_calls}) == 2
+    second = await ask(session)
+    assert (second.text, second.finish_reason, second.tool_calls) == ("I will not.", "refusal", ())
+    (segment,) = session.segments
+    assert segment.ids == second.prompt_ids + second.ids
+    assert b"<tool_call>" in bytes(first.ids[:-1])
+
+
+async def test_a_prompt_without_room_overflows_and_takes_no_answer(tmp_path: Path) -> None:
+    session = policy(tmp_path, CALLS % "true").session("a", task="t", sample=0)
+    with pytest.raises(PolicyError) as overflow:
+        await session.complete([Message("user", "x" * 400)], Sampling())
+    assert overflow.value.error_class == "context_overflow"
+    assert (await ask(session)).text == "I look."
+    assert (session.max_model_len, session.count_tokens("é")) == (400, 2)
+
+
+async def test_an_answer_that_is_cut_tells_no_calls_apart(tmp_path: Path) -> None:
+    session = policy(tmp_path, CALLS % "true").session("a", task="t", sample=0)
+    cut = await ask(session, Sampling(max_tokens=80))
+    assert (cut.finish_reason, cut.tool_calls, cut.reasoning) == ("length", (), "")
+    assert cut.text.startswith("<think>\nWhat is there?\n</think>\nI look.\n<tool_call>")
+
+
 async def test_with_tokens_the_sequence_is_kept_and_cut_at_max_tokens(tmp_path: Path) -> None:
     scripted = pickle.loads(pickle.dumps(policy(tmp_path, "tokens: true\ndefault: [abc]")))
     session = scripted.session("a", task="t", sample=0)
@@ -108,17 +151,30 @@ def test_byte_tokens_decode_to_what_was_encoded(parts: list[str]) -> None:
         ("", r"answers\.yaml: the file is empty"),
         ("tasks: [\n", r"answers\.yaml:2: this is no YAML"),
         ("tokens: true", r"answers\.yaml:1: there are neither `tasks` nor a `default`"),
-        ("default: [x]\ntaks: {}", r"answers\.yaml:2: the file has no key 'taks'; known: default, tasks"),
+        (
+            "default: [x]\ntaks: {}",
+            r"answers\.yaml:2: the file has no key 'taks'; known: default, max_model_len, tasks",
+        ),
         ("default: []", r":1: turns are a list with at least one answer"),
         ("default:\n  - x\n  - 3", r":3: an answer must be str"),
         ("default:\n  - {error: no_such}", r":2: 'no_such' is no error class of a policy"),
         ("default:\n  - {error: image_build}", r":2: 'image_build' is no error class of a policy"),
-        ("default:\n  - {text: x, error: policy_error}", r":2: an answer has either a `text` or an `error`"),
+        (
+            "default:\n  - {text: x, error: policy_error}",
+            r":2: an answer has either a `text`, `reasoning` or `tool_calls`, or an `error`",
+        ),
         ("default:\n  - {text: x, seconds: -1}", r":2: `seconds` is a length of time"),
         ("default:\n  - {text: x, seconds: true}", r":2: `seconds` must be"),
         ("tasks:\n  a:\n    samples:\n      one: [x]", r":4: a sample must be int"),
         ("default: [x]\ndefault: [y]", r":2: 'default' is there twice"),
         ("default: [x]\ntokens: maybe", r":2: `tokens` must be bool"),
+        (CALLS % "false", r":2: `max_model_len` is above 0 and goes with `tokens: true`"),
+        ("default:\n  - {tool_calls: bash}", r":2: `tool_calls` is a list of calls"),
+        ("default:\n  - tool_calls:\n      - {name: bash}", r":3: a call has a `name` and `arguments`"),
+        ("default:\n  - tool_calls:\n      - {name: b, arguments: 5}", r":3: `arguments` must be str"),
+        ("default:\n  - tool_calls:\n    - {name: b, arguments: {a: 2020-01-01}}", r":3: .* cannot be JSON"),
+        ("default:\n  - {text: x, finish_reason: done}", r":2: no answer ends by 'done'; known: stop, "),
+        ("default:\n  - {seconds: 1}", r":2: an answer has either a `text`, "),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:

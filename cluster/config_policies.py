@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollcage.rollout.policies.base import Sampling
+from rollcage.rollout.policies.prices import Prices, known_prices
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -26,7 +27,9 @@ class SamplingConfig(Settings):
     top_k: int = Field(default=-1, ge=-1, description="-1: all tokens.")
     max_tokens: Count = Field(default=1024, description="Sampled tokens of one answer, at most.")
     stop: list[str] = Field(default=[], description="Texts that end an answer.")
-    seed: int | None = Field(default=None, description="None: each rollout's own, from the job's seed.")
+    seed: int | None = Field(
+        default=None, description="What each rollout's own seed is made from; None: the job's seed."
+    )
     extra: dict[str, Any] = Field(
         default={}, description="Further fields of the engine's sampling parameters."
     )
@@ -101,8 +104,8 @@ class OpenAIPolicyConfig(Settings):
     """A model behind a server that speaks OpenAI's chat or completions API: vLLM, SGLang, any other."""
 
     kind: Literal["openai"]
-    base_url: str = Field(description="Such as http://server:8000/v1.")
-    model: str = Field(description="As the server calls it.")
+    base_url: str = Field(pattern=r"^https?://[^/\s]+", description="Such as http://server:8000/v1.")
+    model: str = Field(min_length=1, description="As the server calls it.")
     api_key_env: str = Field(
         default="OPENAI_API_KEY",
         description="The variable that holds the key, on each host; unset: none is sent.",
@@ -140,21 +143,35 @@ class PricesConfig(Settings):
     cache_write: float | None = Field(default=None, ge=0, description="None: 1.25 times input.")
     cache_read: float | None = Field(default=None, ge=0, description="None: 0.1 times input.")
 
+    def prices(self) -> Prices:
+        """As the policy takes them."""
+        return Prices(self.input, self.output, self.cache_write, self.cache_read)
+
 
 class AnthropicPolicyConfig(Settings):
     """Claude, or a server that speaks Anthropic's Messages API."""
 
     kind: Literal["anthropic"]
     model: str
-    base_url: str | None = Field(default=None, description="None: ANTHROPIC_BASE_URL, or Anthropic's own.")
-    api_key_env: str = "ANTHROPIC_API_KEY"
+    base_url: str | None = Field(
+        default=None, description="Without /v1. None: ANTHROPIC_BASE_URL, or Anthropic's own."
+    )
+    api_key_env: str = Field(
+        default="ANTHROPIC_API_KEY",
+        description="The variable that holds the key, where the job is started; a server on this machine needs none.",
+    )
     thinking: dict[str, Any] | None = Field(
-        default=None, description="The API's `thinking`: {type: enabled, budget_tokens: 4096}."
+        default=None,
+        description="The API's `thinking`: {type: adaptive, display: summarized}; {type: enabled, budget_tokens: 4096} "
+        "for models before Claude 4.7.",
     )
     cache: bool = Field(default=True, description="Mark prompts for caching.")
     prices: PricesConfig | None = Field(default=None, description="None: those that are known of the model.")
     budget_usd: float | None = Field(
-        default=None, gt=0, description="The job ends cleanly once its answers have cost this."
+        default=None,
+        gt=0,
+        description="Once the answers have cost this, none begins: the job takes no more rollouts and ends. It may "
+        "cost more by what is under way then.",
     )
     extra_body: dict[str, Any] = Field(default={}, description="Further fields of each request.")
     max_connections: Count = 1000
@@ -166,6 +183,62 @@ class AnthropicPolicyConfig(Settings):
     def _no_seed(self) -> AnthropicPolicyConfig:
         if self.sampling.seed is not None:
             raise ValueError("the Messages API has no seed: leave sampling.seed out")
+        return self
+
+    @model_validator(mode="after")
+    def _no_fields_twice(self) -> AnthropicPolicyConfig:
+        taken = {"model", "messages", "system", "tools", "max_tokens", "stream", "thinking"}
+        if twice := sorted(taken & {*self.extra_body, *self.sampling.extra}):
+            raise ValueError(
+                f"extra_body cannot set {', '.join(twice)}: a setting of its own, or the agent, does"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _thinking_fits(self) -> AnthropicPolicyConfig:
+        thinking, most = self.thinking, self.sampling.max_tokens
+        if thinking is None:
+            return self
+        if not isinstance(thinking.get("type"), str):
+            raise ValueError(
+                "thinking has no type: write `type: adaptive`, or `type: enabled` and `budget_tokens`"
+            )
+        budget = thinking.get("budget_tokens")
+        if thinking["type"] == "enabled" and (type(budget) is not int or budget < 1024):
+            raise ValueError("thinking of type enabled needs budget_tokens, a number of at least 1024")
+        if type(budget) is int and budget >= most:
+            raise ValueError(
+                f"thinking.budget_tokens ({budget}) leaves no room in sampling.max_tokens ({most}), which counts the "
+                "thinking too: raise sampling.max_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _claude_takes_sampling(self) -> AnthropicPolicyConfig:
+        """Another server may take more: only Claude's own rules are known."""
+        drawn = self.sampling
+        if "claude" not in self.model:
+            return self
+        if drawn.temperature > 1:
+            raise ValueError("Claude takes no sampling.temperature above 1")
+        if drawn.temperature != 1 and drawn.top_p != 1:
+            raise ValueError("Claude takes sampling.temperature or sampling.top_p, not both: leave one out")
+        if self.thinking is None or self.thinking["type"] == "disabled":
+            return self
+        if drawn.temperature != 1 or drawn.top_k != -1 or drawn.top_p < 0.95:
+            raise ValueError(
+                "Claude thinks only at its own sampling: leave sampling.temperature and sampling.top_k out, and top_p "
+                "above 0.95, or leave thinking out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _budget_is_counted(self) -> AnthropicPolicyConfig:
+        if self.budget_usd is not None and self.prices is None and known_prices(self.model) is None:
+            raise ValueError(
+                f"budget_usd cannot be counted: the prices of {self.model} are not known; set `prices: {{input: ..., "
+                "output: ...}`, in US dollars for a million tokens"
+            )
         return self
 
 
@@ -181,7 +254,15 @@ class RecordedPolicyConfig(Settings):
     """The answers of another run, in their order: no model is asked."""
 
     kind: Literal["recorded"]
-    run: str = Field(description="The run directory.")
+    run: str = Field(description="The run directory, as each host reaches it.")
+    agent: str | None = Field(
+        default=None, description="The label of the agent whose answers these are; None: the run's only one."
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="A directory or Hugging Face id: what the recorded policy counted tokens with, for agents that "
+        "count them.",
+    )
     sampling: SamplingConfig = SamplingConfig()
 
 

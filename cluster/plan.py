@@ -41,6 +41,7 @@ class JobPlan:
 
     `agent_timeout_sec` replaces the tasks' own. `retries` are budgets other than the outcome table's. The job
     stops when more than `max_quarantined_tasks` are quarantined. `warm`: sandboxes that each host starts ahead.
+    `chosen`: (agent, task, sample) of the rollouts that are run; None: all of them.
     """
 
     job: str
@@ -56,13 +57,15 @@ class JobPlan:
     agent_timeout_sec: float | None = None
     agent_timeout_multiplier: float = 1.0
     pass_threshold: float = 1.0
+    chosen: frozenset[tuple[str, str, int]] | None = None
 
     def rollouts(self) -> Iterator[RolloutKey]:
         """Every rollout, a group's samples together, a task's groups together."""
         for task in self.task_keys():
             for agent in self.agents:
                 for sample in range(agent.samples):
-                    yield RolloutKey(self.job, agent.label, task.name, task.digest, sample)
+                    if self.chosen is None or (agent.label, task.name, sample) in self.chosen:
+                        yield RolloutKey(self.job, agent.label, task.name, task.digest, sample)
 
     def task_keys(self) -> list[TaskKey]:
         """Keys of all tasks, broken ones too."""
@@ -92,10 +95,9 @@ class JobPlan:
         )
 
     def _sampling(self, agent: AgentPlan, key: RolloutKey) -> Sampling:
-        """Each rollout draws with a seed of its own, the same in every attempt and in every run of the job's
-        seed."""
-        if agent.sampling.seed is not None:
-            return agent.sampling
-        name = f"{self.seed}/{agent.label}/{key.task}/{key.task_digest}/{key.sample}"
+        """Each rollout draws with a seed of its own, the same in every attempt and in every run of the policy's
+        `sampling.seed`, or of the job's seed where that is None."""
+        base = self.seed if agent.sampling.seed is None else agent.sampling.seed
+        name = f"{base}/{agent.label}/{key.task}/{key.task_digest}/{key.sample}"
         seed = int.from_bytes(blake2b(name.encode(), digest_size=4).digest()) >> 1
         return replace(agent.sampling, seed=seed)

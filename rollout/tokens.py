@@ -5,115 +5,24 @@ the tokens of only the text that the template puts behind the answer: the end of
 not emit it, the new messages, the opening of the next answer. So nothing that was sampled is tokenized again.
 
 Where the template no longer renders the earlier text as the engine saw it (Qwen3 drops earlier `<think>`
-blocks), the prefix is broken, and a new segment starts with the whole conversation as its prompt. That a
-template trims white space around an answer breaks nothing: the sequence keeps the answer as it was sampled.
-
-Control tokens come from the template and from the engine only. Inside a message, the text of a control token
-is split in two by a lone surrogate, which no valid text holds, before the template is rendered; what lies
-between surrogates is then tokenized on its own. It reads the same and controls nothing.
+blocks), or other tools are offered, the prefix is broken, and a new segment starts with the whole conversation as
+its prompt. That a template changes white space in or around an answer breaks nothing: the sequence keeps the
+answer as it was sampled. Nothing is ever cut: a prompt that is too long for the model is for its session to refuse.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import nan
-from pathlib import Path
-from typing import Any, Protocol
 
+from rollcage.rollout.chat_template import MARK, Answer, ChatRenderer
+from rollcage.rollout.control_tokens import SPLIT
 from rollcage.rollout.policies.base import Tool
+from rollcage.rollout.tokenizer import Tokenizer, load_tokenizer
 from rollcage.rollout.trajectory import Message, Segment
 
-SPLIT = "\udfff"
-"""Inside a text to be encoded: tokenize what is before and what is behind on their own."""
-
-ANSWER = f"{SPLIT}answer{SPLIT}"
-"""Stands for an answer, to see what the template puts before and behind it."""
-
-_SURROGATES = re.compile("[\ud800-\udfff]")
-
-
-class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
-    added_tokens_decoder: Mapping[int, Any]
-    """Added tokens by id; each has `content` and `special`."""
-    chat_template: Any
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, str]],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        **kwargs: Any,
-    ) -> Any: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-
-def load_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer of a model directory or name. Takes seconds: transformers is imported here."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(path))
-    return tokenizer
-
-
-class ChatRenderer:
-    """Makes text of messages with a tokenizer's chat template, ids of such text, and text of sampled ids.
-
-    `template_kwargs` go to the template (`enable_thinking`, ...). Raises `ValueError` where the tokenizer has
-    no chat template, or a control token of one character, which could not be kept out of messages.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template")
-        self._tokenizer = tokenizer
-        self._kwargs = dict(template_kwargs or {})
-        added = tokenizer.added_tokens_decoder.items()
-        special = {token.content for _, token in added if token.special}
-        if short := [content for content in special if len(content) < 2]:
-            raise ValueError(f"a control token of one character cannot be kept out of messages: {short[0]!r}")
-        template = str(tokenizer.chat_template)
-        written = {token.content for _, token in added if len(token.content) > 1 and token.content.strip()}
-        control = special | {content for content in written if content in template}
-        self.control_ids = frozenset(number for number, token in added if token.content in control)
-        self._special = _any_of(special)
-        self._control = _any_of(control)
-
-    def text(self, messages: Sequence[Message], *, stand_in: int | None = None) -> str:
-        """The template's text up to where the next answer begins, with `ANSWER` for message `stand_in`."""
-        conversation = [
-            {"role": message.role, "content": ANSWER if index == stand_in else self.harmless(message)}
-            for index, message in enumerate(messages)
-        ]
-        rendered: str = self._tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True, **self._kwargs
-        )
-        return rendered
-
-    def harmless(self, message: Message) -> str:
-        """The message's text with its control tokens split. Those that a template writes but the tokenizer
-        does not call special (`<think>`) stay whole in an answer, where the model wrote them."""
-        pattern = self._special if message.role == "assistant" else self._control
-        text = _SURROGATES.sub("\ufffd", message.content)
-        while pattern.search(text):  # splitting one may leave another that overlapped it
-            text = pattern.sub(lambda found: f"{found[0][0]}{SPLIT}{found[0][1:]}", text)
-        return text
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text that `text` rendered, or of a part of one."""
-        parts = (part for part in text.split(SPLIT) if part)
-        return [number for part in parts for number in self._tokenizer.encode(part, add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Sampled ids as an agent reads them: without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+__all__ = ["ChatRenderer", "Prompt", "RunningTokens", "Tokenizer", "load_tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +34,7 @@ class Prompt:
     messages: tuple[Message, ...]
     text: str
     """The template's text for `messages`; kept to see whether the next one still begins with it."""
+    tools: tuple[Tool, ...] = ()
 
 
 class RunningTokens:
@@ -136,6 +46,7 @@ class RunningTokens:
         self.messages: tuple[Message, ...] = ()
         self._renderer = renderer
         self._text = ""
+        self._tools: tuple[Tool, ...] = ()
 
     def restart(self) -> None:
         """Forget the conversation and keep the segments: the next prompt begins another one."""
@@ -143,16 +54,40 @@ class RunningTokens:
         self._text = ""
 
     def prompt(self, new_messages: Iterable[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """The prompt for the next answer, `new_messages` behind all that was said."""
-        messages = (*self.messages, *new_messages)
-        text = self._renderer.text(messages)
-        added = self._behind_last_answer(messages, text)
-        if added is None:
-            return Prompt(self._renderer.encode(text), False, messages, text)
-        return Prompt([*self.segments[-1].ids, *added], True, messages, text)
+        """The prompt for the next answer, `new_messages` behind all that was said.
 
-    def append(self, prompt: Prompt, ids: Sequence[int], logprobs: Sequence[float]) -> str:
-        """Record that the engine saw `prompt` and returned `ids`; returns the answer's text.
+        Of the two ways to show earlier answers (see `chat_template.py`), the first that continues the segment is
+        taken; the first that the template accepts, where none does. Raises `ValueError` where it accepts neither.
+        """
+        messages, tools = (*self.messages, *map(self._renderer.shown, new_messages)), tuple(tools)
+        parsed = any(isinstance(message, Answer) and message.parsed for message in messages)
+        first = self._renderer.structured_first
+        whole: str | None = None
+        refused: ValueError | None = None
+        for structured in (first, not first) if parsed else (False,):
+            try:
+                text = self._renderer.text(messages, tools, structured=structured)
+                whole = text if whole is None else whole
+                added = self._behind_last_answer(messages, tools, text, structured)
+            except ValueError as error:
+                refused = refused or error
+                continue
+            if added is not None:
+                return Prompt([*self.segments[-1].ids, *added], True, messages, text, tools)
+        if whole is None:
+            assert refused is not None, "a text that was not refused was rendered"
+            raise refused
+        return Prompt(self._renderer.encode(whole), False, messages, whole, tools)
+
+    def append(
+        self,
+        prompt: Prompt,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        parsed: Message | None = None,
+    ) -> str:
+        """Record that the engine saw `prompt` and returned `ids`; returns the answer's raw text. `parsed` has its
+        text, reasoning and tool calls apart, where the engine has parsers.
 
         Raises `ValueError` where the log-probabilities are not one for each id, or the prompt is not one of
         this state of the conversation.
@@ -161,6 +96,8 @@ class RunningTokens:
             raise ValueError(f"{len(ids)} sampled tokens came with {len(logprobs)} log-probabilities")
         if prompt.messages[: len(self.messages)] != self.messages:
             raise ValueError("the prompt was made before the last answer was appended")
+        if prompt.continues and not self.messages:
+            raise ValueError("the prompt was made before the conversation was restarted")
         if not prompt.continues:
             self.segments.append(Segment())
         segment = self.segments[-1]
@@ -168,30 +105,73 @@ class RunningTokens:
         segment.ids += [*added, *ids]
         segment.loss_mask += [0] * len(added) + [1] * len(ids)
         segment.logprobs += [nan] * len(added) + list(logprobs)
-        answer = self._renderer.decode(ids)
-        self.messages = (*prompt.messages, Message("assistant", answer))
+        answer = self._renderer.answer(ids, prompt.text, parsed)
+        self.messages = (*prompt.messages, answer)
         self._text = prompt.text
-        return answer
+        self._tools = prompt.tools
+        return answer.content
 
-    def _behind_last_answer(self, messages: Sequence[Message], text: str) -> list[int] | None:
+    def _behind_last_answer(
+        self, messages: Sequence[Message], tools: tuple[Tool, ...], text: str, structured: bool
+    ) -> list[int] | None:
         """Ids to put behind the last segment, or None where its prefix no longer holds."""
-        if not self.messages:
+        if not self.messages or tools != self._tools or not text.startswith(self._text):
             return None
         last = len(self.messages) - 1
-        before, found, behind = self._renderer.text(messages, stand_in=last).partition(ANSWER)
-        if not found or before != self._text or not text.startswith(before) or not text.endswith(behind):
+        answer = messages[last]
+        assert isinstance(answer, Answer), "what was appended last is an answer"
+        parsed = answer.parsed if structured else None
+        if parsed is not None and parsed.tool_calls:
+            parts = self._behind_calls(messages[: last + 1], tools, text)
+        else:
+            marked = self._renderer.text(messages, tools, structured=structured, marked=last)
+            parts = _behind_mark(marked, text, self._text)
+        if parts is None:
             return None
-        shown = text[len(before) : len(text) - len(behind)]
-        if shown.strip() != self._renderer.harmless(messages[last]).strip():
+        shown, behind = parts
+        if parsed is None and _letters(shown) != _letters(answer.said):
             return None
+        if parsed is not None and any(_letters(part) not in _letters(shown) for part in _parts(parsed)):
+            return None
+        return self._continued(behind)
+
+    def _behind_calls(
+        self, messages: Sequence[Message], tools: tuple[Tool, ...], text: str
+    ) -> tuple[str, str] | None:
+        """What the template shows of the last of `messages`, which has calls, behind the last prompt, and what it
+        writes from the end of that turn on; None where it shows something else before it."""
+        said = self._renderer.text(messages, tools, structured=True, opened=False)
+        if not said.startswith(self._text) or not text.startswith(said):
+            return None
+        shown = said[len(self._text) :]
+        end = self._renderer.last_special(shown)
+        return None if end is None else (shown[:end], shown[end:] + text[len(said) :])
+
+    def _continued(self, behind: str) -> list[int]:
+        """Ids of `behind`, without the end of the turn where the model emitted it itself."""
         added = self._renderer.encode(behind)
-        segment = self.segments[-1]
-        ended = segment.loss_mask[-1] == 1 and segment.ids[-1] in self._renderer.control_ids
-        if ended and added[:1] == segment.ids[-1:]:
-            return added[1:]  # the model ended its turn itself
+        segment, control = self.segments[-1], self._renderer.control_ids
+        end = next((index for index, number in enumerate(added) if number in control), None)
+        ended = segment.loss_mask[-1] == 1 and end is not None and added[end] == segment.ids[-1]
+        if ended and end is not None and not self._renderer.decode(added[:end]).strip():
+            return added[end + 1 :]
         return added
 
 
-def _any_of(texts: set[str]) -> re.Pattern[str]:
-    """Matches any of `texts`, the longest first; nothing where there are none."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+def _behind_mark(marked: str, text: str, prompt: str) -> tuple[str, str] | None:
+    """What stands in `text` between the last prompt and what is behind the mark, and that; None where it does not
+    stand there."""
+    _, found, behind = marked.partition(MARK)
+    if not found or MARK in behind or not text.endswith(behind) or len(prompt) + len(behind) > len(text):
+        return None
+    return text[len(prompt) : len(text) - len(behind)], behind
+
+
+def _parts(parsed: Message) -> tuple[str, ...]:
+    """What must be seen of an answer that is shown by its parts."""
+    return (parsed.content, parsed.reasoning, *(call.name for call in parsed.tool_calls))
+
+
+def _letters(text: str) -> str:
+    """A text without its white space, and without the splits of its control tokens."""
+    return "".join(text.split()).replace(SPLIT, "")

@@ -188,6 +188,20 @@ def test_every_rollout_draws_with_a_seed_of_its_own_and_the_same_in_every_run(
     assert all(seed is not None and 0 <= seed < 2**31 for seed in first.values())
 
 
+def test_a_fixed_sampling_seed_gives_every_rollout_its_own_too(
+    write_task: Any, plan: Plan, tmp_path: Path
+) -> None:
+    write_task("tasks/one")
+    write_task("tasks/two")
+    job = scripted(tmp_path) | {"samples": 8}
+    policy = {"kind": "scripted", "file": "answers.yaml", "sampling": {"seed": 5}}
+    given = job | {"policy": "fixed", "policies": {"fixed": policy}}
+    fixed, another_job = (seeds(plan(**given, seed=seed)) for seed in (7, 8))
+    assert len(set(fixed.values())) == len(fixed) == 2 * 2 * 8
+    assert fixed == another_job
+    assert not set(fixed.values()) & set(seeds(plan(**job, seed=7)).values())
+
+
 def test_a_retry_draws_as_the_first_attempt_did(write_task: Any, plan: Plan, tmp_path: Path) -> None:
     write_task("tasks/one")
     made = plan(**scripted(tmp_path))

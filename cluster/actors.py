@@ -153,6 +153,9 @@ class ActorHost:
         room: int | None = await self._call(self._actor.expect.remote(list(coming)))
         return room
 
+    async def drop_states(self, attempt_id: str) -> None:
+        await self._call(self._actor.drop_states.remote(attempt_id))
+
     async def cancel(self) -> None:
         await self._call(self._actor.cancel.remote())
 

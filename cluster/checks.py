@@ -138,15 +138,17 @@ async def clean_up_after(hosts: Iterable[str], docker_host: str | None) -> None:
 
 
 async def collect_garbage(
-    docker_host: str | None, *, job: str | None, everything: bool, images: bool
+    docker_host: str | None, *, job: str | None, everything: bool, images: bool, states: bool = False
 ) -> dict[str, int]:
     """Remove what is past its deadline, and all of hosts whose process on this machine is dead; or all of a job's,
-    or all of ours. Counts by kind, `stuck_networks` among them: what the engine would not remove.
+    or all of ours. With `states`, saved states too: the job's, or all. Counts by kind; beside them `stuck_networks`,
+    what the engine would not remove, and `states_left` and `states_left_bytes`, all that are there then.
 
     Raises `CouldNotRun`, and `InputError` for a job that has nothing there.
     """
     from rollcage.rollout.sandbox.engine import Engine
     from rollcage.rollout.sandbox.reaper import hosts_of, reap, reap_dead, stuck_networks
+    from rollcage.rollout.sandbox.states import list_states, remove_states
 
     now = float("inf") if everything else time.time()
     counts: Counter[str] = Counter(containers=0, networks=0, images=0)
@@ -155,7 +157,9 @@ async def collect_garbage(
         engine = Engine(docker_host)
         try:
             hosts: set[str] = await hosts_of(engine, job) if job else set()
-            if job and not hosts:
+            if states:
+                counts["states"] += await remove_states(engine, job=job)
+            if job and not hosts and not states:
                 raise InputError(
                     f"no sandbox on this engine is of a job called {job!r}: job.json has a job's name"
                 )
@@ -164,8 +168,14 @@ async def collect_garbage(
             if not job:
                 counts.update(asdict(await reap_dead(engine, now=now)))
             counts.update(asdict(await reap(engine, host=None, job=None, now=now, images=images)))
+            left = await list_states(engine)
         finally:
             engine.close()
     except SandboxError as error:
         raise CouldNotRun.because(error) from error
-    return {**counts, "stuck_networks": stuck_networks()}
+    return {
+        **counts,
+        "stuck_networks": stuck_networks(),
+        "states_left": len(left),
+        "states_left_bytes": sum(state.size for state in left),
+    }

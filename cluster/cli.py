@@ -1,23 +1,24 @@
 """The command line. Heavy imports happen inside the commands, so that `--help` and `report` are quick.
 
-Exit status: 0 done, 1 bad input, 2 could not run, 3 done with quarantined tasks or invalid rollouts, 130 ended by a
-signal (what ended before is written). Standard output has the result and nothing else.
+Exit status: 0 done, 1 bad input, 2 could not run, 3 done with quarantined tasks, with invalid rollouts, or with some
+cancelled because a budget was spent, 130 ended by a signal (what ended before is written). Standard output has the
+result and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from contextlib import redirect_stdout
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from rollcage.cluster.cli_again import regrade, replay
+from rollcage.cluster.cli_common import DockerHost, Exit, Json, err, out
+from rollcage.cluster.cli_common import print_json as _print_json
 from rollcage.cluster.errors import CouldNotRun, InputError
 
 app = typer.Typer(
@@ -31,18 +32,8 @@ config_app = typer.Typer(help="What a job's YAML may say.", no_args_is_help=True
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(config_app, name="config")
 
-NO_TERMINAL = 10_000
-"""Columns where nobody looks on: tables take what they need, and no text is broken."""
-
-out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else NO_TERMINAL)
-err = Console(stderr=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-DockerHost = Annotated[
-    str | None,
-    typer.Option("--docker-host", help="The engine's address; default: DOCKER_HOST, or the socket."),
-]
-
+app.command()(replay)
+app.command()(regrade)
 
 # typer brings a click of its own, whose base class it does not export.
 UsageProblem: type[Exception] = next(
@@ -50,16 +41,6 @@ UsageProblem: type[Exception] = next(
     for kind in typer.BadParameter.__mro__
     if kind.__name__ == "ClickException" and issubclass(kind, Exception)
 )
-
-
-class Exit(IntEnum):
-    """Exit status of every command."""
-
-    DONE = 0
-    BAD_INPUT = 1
-    COULD_NOT_RUN = 2
-    INCOMPLETE = 3
-    INTERRUPTED = 130
 
 
 @app.command()
@@ -132,7 +113,7 @@ def run(
         )
     if result.interrupted:
         raise typer.Exit(Exit.INTERRUPTED)
-    incomplete = result.summary["invalid"] or result.summary["quarantined"]
+    incomplete = any(result.summary[name] for name in ("invalid", "quarantined", "cancelled"))
     raise typer.Exit(Exit.INCOMPLETE if incomplete else Exit.DONE)
 
 
@@ -148,6 +129,10 @@ def try_(
     ] = None,
     sample: Annotated[int, typer.Option("--sample", help="Which sample this is, for scripts and seeds.")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the sandbox for a look, until Ctrl-C.")] = False,
+    keep_states: Annotated[
+        str,
+        typer.Option("--keep-states", help="none, failed or all: save what the agent leaves, as an image."),
+    ] = "none",
     docker_host: DockerHost = None,
     as_json: Json = False,
 ) -> None:
@@ -162,6 +147,7 @@ def try_(
             option or [],
             sample=sample,
             keep=keep,
+            keep_states=keep_states,
             docker_host=docker_host,
             console=err,
             show=lambda record: _print_json(as_dict(record)) if as_json else render(record, out),
@@ -258,18 +244,27 @@ def gc(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything of ours, also if it lives.")] = False,
     images: Annotated[bool, typer.Option("--images", help="The cached task images, too.")] = False,
+    states: Annotated[
+        bool, typer.Option("--states", help="Saved sandbox states, too: the job's, or all.")
+    ] = False,
     docker_host: DockerHost = None,
     as_json: Json = False,
 ) -> None:
     """Remove what dead jobs left on the engine: containers, networks, dangling images; by label only."""
     from rollcage.cluster.checks import collect_garbage
 
-    removed = asyncio.run(collect_garbage(docker_host, job=job, everything=everything, images=images))
+    removed = asyncio.run(
+        collect_garbage(docker_host, job=job, everything=everything, images=images, states=states)
+    )
     if as_json:
         _print_json(removed)
     else:
-        stuck = removed.pop("stuck_networks")
+        stuck, left, size = (
+            removed.pop(name) for name in ("stuck_networks", "states_left", "states_left_bytes")
+        )
         out.print("removed: " + ", ".join(f"{count} {name}" for name, count in removed.items()))
+        if left:
+            out.print(f"kept: {left} sandbox state(s), {size / 2**30:.1f} GiB (--states removes them)")
         if stuck:
             out.print(
                 f"left: {stuck} network(s) whose endpoints the engine has lost count of (moby issue 42119): "
@@ -314,8 +309,3 @@ def _print_problems(problems: list[dict[str, Any]], heading: str | None = None) 
             soft_wrap=True,
             highlight=False,
         )
-
-
-def _print_json(value: Any) -> None:
-    out.file.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
-    out.file.flush()

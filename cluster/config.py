@@ -248,7 +248,7 @@ def _cross_check(config: JobConfig) -> Iterator[tuple[Where, str, str]]:
 
 def _check_agent(config: JobConfig, agent: AgentConfig, where: Where) -> Iterator[tuple[Where, str, str]]:
     try:
-        needs_policy = load_agent(agent.name, agent.options).needs_policy
+        loaded = load_agent(agent.name, agent.options)
     except (ValueError, OSError, ImportError, AttributeError) as error:
         if ":" not in agent.name and agent.name not in known_agents():
             yield (*where, "name"), f"no agent is called {agent.name!r}", nearest(agent.name, known_agents())
@@ -259,11 +259,18 @@ def _check_agent(config: JobConfig, agent: AgentConfig, where: Where) -> Iterato
     if agent.policy is not None and agent.policy not in config.policies:
         remedy = nearest(agent.policy, config.policies) if config.policies else "describe it under `policies`"
         yield (*where, "policy"), f"no policy is called {agent.policy!r}", remedy
-    elif needs_policy and agent.policy is None and len(config.policies) != 1:
+    elif loaded.needs_policy and agent.policy is None and len(config.policies) != 1:
         which = (
             f"`policy:` one of {', '.join(config.policies)}" if config.policies else "`policies` and `policy`"
         )
         yield where, f"agent {agent.called!r} needs a policy and names none", f"say which: {which}"
+    elif getattr(loaded, "calls_tools", False):
+        name = agent.policy or next(iter(config.policies))
+        policy = config.policies[name]
+        if isinstance(policy, VllmPolicyConfig) and policy.tool_parser is None:
+            said = f"agent {agent.called!r} calls tools, and nothing tells the policy's calls from its text"
+            remedy = "set its tool_parser (hermes, ...), or the agent's `structured: true`"
+            yield ("policies", name), said, remedy
 
 
 def _retried() -> list[str]:
@@ -304,7 +311,8 @@ def _explain(error: ValidationError, source: Source) -> Iterator[str]:
             )
         else:
             said = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-            yield source.problem(where, f"{said}, not {shown(value)}", "see `rollcage config schema`")
+            told = said if isinstance(value, Mapping) else f"{said}, not {shown(value)}"
+            yield source.problem(where, told, "see `rollcage config schema`")
 
 
 def _remedy(key: str, model: type[BaseModel]) -> str:

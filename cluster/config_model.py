@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -22,6 +22,9 @@ PRIVATE_RANGES = tuple(
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
 Factor = Annotated[float, Field(gt=0)]
+
+
+KeepStates = Literal["none", "failed", "all"]
 
 
 class AgentConfig(Settings):
@@ -133,6 +136,16 @@ class SandboxConfig(Settings):
         gt=0,
         description="GiB that images which rollcage built or pulled may take on a host: the least recently used go. "
         "None: while less than a tenth of the engine's disk, and less than 20 GiB, is free.",
+    )
+    keep_states: KeepStates = Field(
+        default="none",
+        description="Save what agents leave of their sandboxes, as images on the hosts, for `rollcage regrade`: of all "
+        "rollouts, or of those that did not pass. `rollcage gc --states` removes them.",
+    )
+    states_disk_gb: float | None = Field(
+        default=20.0,
+        gt=0,
+        description="GiB that saved states may take on a host; past them no more are kept. None: any number.",
     )
     ca_bundle: str | None = Field(
         default=None,

@@ -137,6 +137,14 @@ class Driver:
             self._cancel()
         self._changed.set()
 
+    def run_out(self) -> None:
+        """Take no more rollouts, and let those that run end by themselves, however long it takes. `stop` cancels them.
+        Changes nothing where the job stops already."""
+        if not self._stopping:
+            self._stopping = 1
+            self._scheduler.cancel(time.monotonic())
+            self._changed.set()
+
     # The loop
 
     async def _loop(self) -> None:
@@ -226,12 +234,24 @@ class Driver:
             time.monotonic(),
         )
         if end is None:
+            await self._drop_states(host, attempt)
             return
         self._last[assignment.key] = attempt
         if end.quarantined is not None:
             self._quarantined(end.quarantined, end.error_class, attempt.evidence)
         if not end.final:
             self._progress.retried(end.error_class or "", self._scheduler.counts().in_flight)
+            await self._drop_states(host, attempt)
+
+    async def _drop_states(self, host: HostClient, attempt: Attempt) -> None:
+        """Of a rollout that is tried again only the last attempt's states stay."""
+        if not attempt.extra.get("state", {}).get("images"):
+            return
+        fault = await self._ask(host, host.drop_states(attempt.attempt_id))
+        if fault is not None:
+            self._progress.say(
+                f"states of {attempt.attempt_id} stay on {host.name}: {fault.evidence.message}"
+            )
 
     async def _ask(self, host: HostClient, call: Coroutine[Any, Any, T]) -> T | _Fault:
         """What the host answers, or why it gave no answer."""

@@ -37,6 +37,7 @@ def try_task(
     *,
     sample: int,
     keep: bool,
+    keep_states: str = "none",
     docker_host: str | None,
     console: Console,
     show: Callable[[Attempt], None],
@@ -52,6 +53,7 @@ def try_task(
         "agents": [{"name": agent, "options": dict(map(_option, options))}],
         "policy": policy,
         "samples": sample + 1,
+        "sandbox": {"keep_states": keep_states},
     }
     config = load_job(None, [f"sandbox.docker_host={docker_host}"] if docker_host else [], settings)
     plan = make_plan(config)
@@ -59,6 +61,19 @@ def try_task(
         raise InputError(f"{task} holds {len(plan.task_keys())} tasks: name one of them")
     if plan.broken:
         raise InputError(f"{plan.broken[0].error_class}:\n{plan.broken[0].evidence.message}")
+    return run_one(config, plan, sample, keep=keep, console=console, show=show)
+
+
+def run_one(
+    config: JobConfig,
+    plan: JobPlan,
+    sample: int,
+    *,
+    keep: bool,
+    console: Console,
+    show: Callable[[Attempt], None],
+) -> Attempt:
+    """One attempt of a plan that has one task and one agent. Raises as `try_task`."""
     try:
         return asyncio.run(_try(config, plan, sample, keep, console, show))
     except RolloutError as error:

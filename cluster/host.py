@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollcage.cluster.scratch import remove_abandoned
 from rollcage.cluster.task_copies import TaskCopies
 from rollcage.rollout.outcome import Evidence, RolloutError, SandboxError
 from rollcage.rollout.policies.base import Policy
+from rollcage.rollout.regrade import regrade_attempt
 from rollcage.rollout.rollout import AttemptSpec, least_seconds, run_attempt
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.images import BuiltImage
 from rollcage.rollout.sandbox.pool import Expected, SandboxPool, SandboxSettings
 from rollcage.rollout.sandbox.reaper import host_name, reap, reap_dead
+from rollcage.rollout.sandbox.states import SavedState, list_states
 from rollcage.rollout.sandbox.traits import check_runtime, engine_traits
 from rollcage.rollout.task import Task, redactor
 from rollcage.rollout.trajectory import Attempt
@@ -72,6 +74,10 @@ class HostClient(Protocol):
     async def expect(self, coming: Sequence[str]) -> int | None:
         """These tasks (digests, one a rollout) are what comes next. Returns how many attempts the host can hold at
         once as things are, None where it knows of no limit."""
+        ...
+
+    async def drop_states(self, attempt_id: str) -> None:
+        """Remove what was saved of an attempt's sandbox: another one decides its rollout."""
         ...
 
     async def cancel(self) -> None:
@@ -215,21 +221,23 @@ class SandboxHost:
         """Run one attempt of a task that `prepare` has made ready."""
         local = self._tasks.get(spec.task.digest, spec.task)
         self._least_sec[spec.task.digest] = least_seconds(spec)
-        attempt = asyncio.ensure_future(
-            run_attempt(
-                replace(spec, task=replace(local, name=spec.task.name)),
-                self._pool,
-                self._verifier,
-                self._spec.policies[policy] if policy is not None else None,
-                emit=self._emit,
-                keep=keep,
-            )
+        work = run_attempt(
+            replace(spec, task=replace(local, name=spec.task.name)),
+            self._pool,
+            self._verifier,
+            self._spec.policies[policy] if policy is not None else None,
+            emit=self._emit,
+            keep=keep,
         )
-        self._running[spec.attempt_id] = attempt
+        return await self._tracked(spec.attempt_id, work)
+
+    async def _tracked(self, attempt_id: str, work: Coroutine[Any, Any, Attempt]) -> Attempt:
+        """Await an attempt that `cancel` reaches."""
+        attempt = self._running[attempt_id] = asyncio.ensure_future(work)
         try:
             return await attempt
         finally:
-            del self._running[spec.attempt_id]
+            del self._running[attempt_id]
 
     async def expect(self, coming: Sequence[str]) -> int | None:
         known = [digest for digest in coming if digest in self._images and digest in self._tasks]
@@ -243,6 +251,26 @@ class SandboxHost:
         )
         waiting = self._pool.waiting
         return len(self._running) - waiting + QUEUE if waiting else None
+
+    async def drop_states(self, attempt_id: str) -> None:
+        await self._pool.states.drop(attempt_id)
+
+    async def saved_states(self) -> list[SavedState]:
+        """All that this engine has. Raises `SandboxError`."""
+        return await list_states(self._engine)
+
+    async def regrade(self, old: Attempt, spec: AttemptSpec, states: Mapping[str, str]) -> Attempt | None:
+        """The attempt's verdict anew, by the task as `prepare` has made it ready. `states` are names of saved states,
+        by step; None where one of them is gone."""
+        found = {step: await self._pool.states.image(name) for step, name in states.items()}
+        images = {step: one[0] for step, one in found.items() if one is not None}
+        if images.keys() != found.keys():
+            return None
+        local = replace(self._tasks[spec.task.digest], name=spec.task.name)
+        work = regrade_attempt(
+            old, replace(spec, task=local), images, self._pool, self._verifier, emit=self._emit
+        )
+        return await self._tracked(spec.attempt_id, work)
 
     async def cancel(self) -> None:
         running = list(self._running.values())

@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from rollcage.cluster.checks import clean_up_after
 from rollcage.cluster.config import JobConfig, PolicyConfig, ScriptedPolicyConfig, VllmPolicyConfig, load_job
+from rollcage.cluster.config_policies import AnthropicPolicyConfig, OpenAIPolicyConfig, RecordedPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
 from rollcage.cluster.ledger import Ledger
@@ -33,10 +34,12 @@ from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.task import hide_values
 
+if TYPE_CHECKING:
+    from rollcage.cluster.policies import ServedPolicy
+
 STOPPING = "interrupted: no more rollouts; what runs may end (press again to cancel it)"
 
-HURRY_SEC = 2.0
-"""How long a policy that has not come up may take to end by itself."""
+RUNNING_OUT = "interrupted: cancelling what runs"
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,28 @@ def run_job(options: RunOptions, console: Console) -> RunResult:
     came before the first rollout.
     """
     config = _config(options)
-    plan = make_plan(config)
+    return run_plan(config, make_plan(config), console, overwrite=options.overwrite)
+
+
+def run_plan(
+    config: JobConfig,
+    plan: JobPlan,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    about: Mapping[str, Any] | None = None,
+) -> RunResult:
+    """Run what has been planned; `about` goes into `job.json`, too. Raises as `run_job`."""
     clients = client_policies(config)
-    job = {"job": plan.job, "config": config.model_dump(mode="json"), "tasks": _task_list(plan)}
+    job = {
+        "job": plan.job,
+        "config": config.model_dump(mode="json"),
+        "tasks": _task_list(plan),
+        **(about or {}),
+    }
     try:
         run = Path(config.output) if config.output else new_run_directory(Path("runs"), config.name)
-        ledger = Ledger.create(run, job, overwrite=options.overwrite)
+        ledger = Ledger.create(run, job, overwrite=overwrite)
     except (RunError, OSError) as error:
         raise InputError(str(error)) from error
     try:
@@ -86,8 +105,12 @@ def run_job(options: RunOptions, console: Console) -> RunResult:
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
-        _forget_unbegun(ledger.location)
+        forget_unbegun(ledger.location)
         ledger.close()
+    if config.sandbox.keep_states != "none":
+        from rollcage.cluster.recorded_run import kept_states
+
+        console.print(kept_states(run), highlight=False, markup=False, soft_wrap=True)
     return RunResult(run, summarize(run), interrupted)
 
 
@@ -130,18 +153,31 @@ def client_policies(config: JobConfig) -> dict[str, Policy]:
 
 
 def client_policy(name: str, policy: PolicyConfig) -> Policy:
-    """A policy that can be pickled to each host. Raises `InputError`."""
+    """A policy that can be pickled to each host. Raises `InputError`, and `CouldNotRun` where its server fails."""
     try:
         if isinstance(policy, ScriptedPolicyConfig):
             from rollcage.rollout.policies.scripted import ScriptedPolicy
 
             return ScriptedPolicy(policy.file, name=name)
+        if isinstance(policy, OpenAIPolicyConfig):
+            from rollcage.cluster.openai_policy import served_policy
+
+            return served_policy(name, policy, policy.tokenizer and model_path(policy.tokenizer))
+        if isinstance(policy, AnthropicPolicyConfig):
+            from rollcage.cluster.anthropic_policy import anthropic_policy
+
+            return anthropic_policy(name, policy)
+        if isinstance(policy, RecordedPolicyConfig):
+            from rollcage.rollout.policies.recorded import RecordedPolicy
+
+            tokenizer = policy.tokenizer and model_path(policy.tokenizer)
+            return RecordedPolicy(policy.run, agent=policy.agent, name=name, tokenizer=tokenizer)
     except (ValueError, OSError) as error:
         raise InputError(f"policies.{name}: {error}") from error
     raise InputError(f"policies.{name}: this kind is not there yet: {policy.kind}")
 
 
-def _forget_unbegun(location: Location) -> None:
+def forget_unbegun(location: Location) -> None:
     """Delete the files of a run that has no row."""
     if any(location.shards(table) or location.journals(table) for table in TABLES):
         return
@@ -168,14 +204,24 @@ async def _run(
                 progress.say(INSECURE)
             await stack.enter_async_context(_ray(config, interrupts))
             from rollcage.cluster.actors import RayHosts
+            from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
 
+            clients, budgets = await stack.enter_async_context(shared_budgets(scripted))
             served = await stack.enter_async_context(_served_policies(config, progress))
-            hosts = RayHosts(host_spec(config, plan, {**scripted, **served}), say=progress.say)
+            engines = {name: policy.policy for name, policy in served.items()}
+            hosts = RayHosts(host_spec(config, plan, {**clients, **engines}), say=progress.say)
             driver = Driver(plan, ledger, hosts, progress)
             interrupts.then(driver.stop, STOPPING)
             failure = None
+
+            def run_out(why: str) -> None:
+                progress.say(f"{why}: no more rollouts; those that run end with the answer that they are at")
+                interrupts.then(driver.stop, RUNNING_OUT)
+                driver.run_out()
+
             try:
-                await driver.run()
+                async with stopping_when_spent(budgets, run_out):
+                    await driver.run()
             except (RolloutError, HostLost) as error:
                 failure = error
             except (OSError, RunError) as error:
@@ -184,8 +230,10 @@ async def _run(
                 interrupts.then(lambda: None, "interrupted: the job has ended, cleaning up")
                 if driver.unclean:
                     await _clean_up(driver.unclean, config, plan, progress)
+            spent = await spending(budgets)
         if driver.begun:
-            await ledger.finish({"job": plan.job, "wall_seconds": time.monotonic() - started})
+            seconds = time.monotonic() - started
+            await ledger.finish({"job": plan.job, "wall_seconds": seconds, "budgets": spent})
     if failure is not None:
         raise CouldNotRun.because(failure) from failure
     return interrupts.count > 0
@@ -232,42 +280,25 @@ async def _clean_up(hosts: set[str], config: JobConfig, plan: JobPlan, progress:
 
 
 @asynccontextmanager
-async def _served_policies(config: JobConfig, progress: JobProgress) -> AsyncIterator[dict[str, Policy]]:
-    """The policies that vLLM serves, ready to answer; stopped when the block ends."""
-    from rollcage.cluster.policies import replica_policy, start_replicas, stop_replicas
+async def _served_policies(
+    config: JobConfig, progress: JobProgress
+) -> AsyncIterator[dict[str, ServedPolicy]]:
+    """The policies that vLLM serves, ready to answer; stopped when the block ends. Raises `InputError` and
+    `CouldNotRun`."""
+    from rollcage.cluster.policies import ServedPolicy
 
-    policies: dict[str, Policy] = {}
+    policies: dict[str, ServedPolicy] = {}
     async with AsyncExitStack() as stack:
         for name, policy in config.used_policies().items():
             if not isinstance(policy, VllmPolicyConfig):
                 continue
-            started, ready = time.monotonic(), None
+            started = time.monotonic()
             progress.say(f"starting policy {name}: {policy.model} in {policy.replicas} replica(s) of vLLM")
-            replicas = start_replicas(
-                await asyncio.to_thread(model_path, policy.model),
-                policy.engine_args,
-                replicas=policy.replicas,
-                num_cpus=policy.num_cpus,
-                num_gpus=policy.num_gpus,
-                threads=policy.threads,
-                request_timeout_sec=policy.request_timeout_sec,
-            )
-            try:
-                ready = await replica_policy(
-                    replicas,
-                    name=name,
-                    template_kwargs=policy.template_kwargs,
-                    request_timeout_sec=policy.request_timeout_sec,
-                )
-            except ValueError as error:
-                raise InputError(f"policies.{name}: {error}") from error
-            except RolloutError as error:
-                raise CouldNotRun.because(error) from error
-            finally:
-                if ready is None:  # an engine that is still loading answers no call
-                    await stop_replicas(replicas, within_sec=HURRY_SEC)
-            stack.push_async_callback(stop_replicas, replicas)
-            policies[name] = ready
+            model = await asyncio.to_thread(model_path, policy.model)
+            served = ServedPolicy(name, policy, model, say=progress.say)
+            await served.start()
+            stack.push_async_callback(served.close)
+            policies[name] = served
             progress.say(f"policy {name} is ready after {time.monotonic() - started:.0f} s")
         yield policies
 

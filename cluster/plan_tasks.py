@@ -103,6 +103,8 @@ def host_spec(
         warm=warm_sandboxes(config),
         image_disk_gb=sandbox.image_disk_gb,
         ca_bundle=sandbox.ca_bundle,
+        keep_states=sandbox.keep_states,
+        states_disk_gb=sandbox.states_disk_gb,
         proxies=Proxies(sandbox.proxies.http, sandbox.proxies.https, tuple(sandbox.proxies.no)),
         environ=named_env(plan, environ),
     )

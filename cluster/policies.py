@@ -1,292 +1,304 @@
-"""vLLM in Ray: a `PolicyReplica` actor around each engine, and one policy over all of them.
+"""A policy that vLLM serves in Ray: its replicas, started, kept well, updated, scaled and stopped.
 
-A session stays with the replica that it began with, for its prefix cache; a new one goes to the replica with
-the fewest sessions of this process. What a replica's death does:
+    ServedPolicy (the job's process) -> Supervised -> PolicyReplica (an actor each) -> EngineLife -> VllmEngine
+                 \\-> Router (an actor) <- Replicas (each process that has rollouts) -> PolicyReplica
 
-- The engine's process dies: the turns it had end `policy_unavailable`, and the actor starts another engine.
-- The actor's process dies: the same, and Ray starts it again (`max_restarts=-1`).
-- Until it is back, new sessions go to the other replicas. Where there is no other they wait for it, with the
-  agent's clock held.
+The job's process owns the actors, and they end with it. Twice a second it tells the router how each replica is.
+
+The weights that are current are kept here. An update makes them so before the first replica takes them: a replica that
+starts meanwhile starts with them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
-from rollcage.rollout.outcome import Evidence, PolicyError, RolloutError
-from rollcage.rollout.policies.base import Sampling, Structure, Tool
-from rollcage.rollout.policies.engine import Generation, TokenPolicy
-from rollcage.rollout.policies.vllm import REQUEST_TIMEOUT_SEC, VllmEngine, cpu_threads
-from rollcage.rollout.tokens import Tokenizer
+from rollcage.cluster.actors import GONE
+from rollcage.cluster.config_policies import VllmPolicyConfig
+from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.replica import vllm_engine
+from rollcage.cluster.replica_placement import Placement, placement_of, require_resources
+from rollcage.cluster.replica_protocol import CHECK_SEC, MakeEngine, ReplicaInfo, ReplicaSettings, Weights
+from rollcage.cluster.replicas import Replicas
+from rollcage.cluster.router import Member, start_router
+from rollcage.cluster.supervised import POLL_SEC, Supervised
+from rollcage.rollout.outcome import RolloutError
+from rollcage.rollout.policies.engine import TokenPolicy
 
-START_SEC = 900.0
-"""A large model takes minutes from a network disk. Past this a replica is taken for one that never starts."""
+HURRY_SEC = 2.0
+"""How long replicas that are not wanted any more may take to end by themselves: one that loads answers no call."""
 
-CONCURRENT_REQUESTS = 4096
-"""Requests that one actor holds at once; the engine queues what it cannot batch yet."""
-
-
-@dataclass(frozen=True)
-class ReplicaInfo:
-    """What a client needs of a replica to make prompts for it."""
-
-    tokenizer: Tokenizer
-    max_model_len: int
+CLOSE_SEC = 60.0
 
 
-class PolicyReplica:
-    """One vLLM engine, started at the first call and again when it has died."""
+class ServedPolicy:
+    """See the module. `policy` is what hosts are given; it is there once `start` has returned.
+
+    `model` is what vLLM is to load for `config.model`. `say` is shown progress and losses, a line each. Raises
+    `InputError` for settings that contradict each other.
+    """
+
+    policy: TokenPolicy
 
     def __init__(
         self,
+        name: str,
+        config: VllmPolicyConfig,
         model: str,
-        engine_args: Mapping[str, Any],
         *,
-        request_timeout_sec: float,
-        version: int,
-        threads: int | None,
+        say: Callable[[str], None] = lambda _line: None,
+        make_engine: MakeEngine = vllm_engine,
+        check_sec: float = CHECK_SEC,
     ) -> None:
-        self._model = model
-        self._engine_args = dict(engine_args)
-        self._request_timeout_sec = request_timeout_sec
-        self._version = version
-        self._starting: asyncio.Task[VllmEngine] | None = None
-        if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(threads or cpu_threads())
-
-    async def info(self) -> ReplicaInfo:
-        """Waits until the engine generates. Raises what `VllmEngine.start` raises."""
-        engine = await self._engine()
-        return ReplicaInfo(engine.tokenizer, engine.max_model_len)
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str, session_id: str
-    ) -> Generation:
-        """See `VllmEngine.generate`."""
-        engine = await self._engine()
-        starting = self._starting
+        self.name = name
+        self._config = config
         try:
-            return await engine.generate(prompt_ids, sampling, request_id=request_id, session_id=session_id)
-        except PolicyError as error:
-            if error.error_class == "policy_unavailable":
-                await self._discard(starting)
-            raise
+            self._placement = placement_of(config)
+        except InputError as error:
+            raise InputError(f"policies.{name}: {error}") from error
+        self._settings = replica_settings(config, model, self._placement, check_sec)
+        self._make_engine = make_engine
+        self._say_line = say
+        self._weights = Weights(config.version)
+        self._replicas: dict[int, Supervised] = {}
+        self._following: dict[int, asyncio.Task[None]] = {}
+        self._syncing: asyncio.Task[None] | None = None
+        self._router: Any = None
+        self._sessions: dict[int, int] = {}
+        self._one_change = asyncio.Lock()
 
-    async def check(self) -> None:
-        """Raise `PolicyError` unless the engine generates a token now; a dead one is replaced."""
-        engine = await self._engine()
-        starting = self._starting
+    @property
+    def version(self) -> int:
+        """Of the weights that are current."""
+        return self._weights.version
+
+    async def start(self) -> None:
+        """Start all replicas, side by side, and wait until each generates.
+
+        Raises `InputError` for an engine argument that vLLM does not take, and `CouldNotRun` where the cluster has not
+        what is asked for or a replica does not come up; then the others are stopped.
+        """
+        started = False
         try:
-            await engine.check()
-        except PolicyError:
-            await self._discard(starting)
-            raise
-
-    async def close(self) -> None:
-        """Stop the engine."""
-        await self._discard(self._starting)
-
-    async def _engine(self) -> VllmEngine:
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start())
-        starting = self._starting
-        try:
-            return await asyncio.shield(starting)
-        except (RolloutError, ValueError):
-            if self._starting is starting:
-                self._starting = None
-            raise
-
-    async def _start(self) -> VllmEngine:
-        engine = VllmEngine(
-            self._model,
-            self._engine_args,
-            request_timeout_sec=self._request_timeout_sec,
-            version=self._version,
-        )
-        try:
-            await engine.start()
-        except BaseException:
-            await engine.close()
-            raise
-        return engine
-
-    async def _discard(self, starting: asyncio.Task[VllmEngine] | None) -> None:
-        """Close this engine, once, however many of its requests find it dead."""
-        if starting is None or self._starting is not starting:
-            return
-        self._starting = None
-        starting.cancel()
-        with suppress(asyncio.CancelledError, RolloutError, ValueError):
-            engine = await starting
-            await engine.close()
-
-
-class Replicas:
-    """Actors of `PolicyReplica` as one `TokenEngine`. It can be pickled: each process routes on its own."""
-
-    def __init__(self, actors: Sequence[Any], info: ReplicaInfo, *, request_timeout_sec: float) -> None:
-        self.tokenizer = info.tokenizer
-        self.max_model_len = info.max_model_len
-        self._info = info
-        self._actors = list(actors)
-        self._timeout_sec = request_timeout_sec + START_SEC
-        self._request_timeout_sec = request_timeout_sec
-        self._replica_of: dict[str, int] = {}
-        self._recovering: dict[int, asyncio.Task[None]] = {}
-
-    def __reduce__(self) -> Any:
-        return _replicas, (self._actors, self._info, self._request_timeout_sec)
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        tools: Sequence[Tool] = (),
-        structure: Structure | None = None,
-    ) -> Generation:
-        """See `TokenEngine`."""
-        index = self._route(session_id)
-        answer = self._actors[index].generate.remote(list(prompt_ids), sampling, request_id, session_id)
-        try:
-            async with asyncio.timeout(self._timeout_sec):
-                made: Generation = await answer
-                return made
-        except RayTaskError as error:
-            fault = error.cause
-            if isinstance(fault, PolicyError) and fault.error_class == "policy_unavailable":
-                self._recover(index)
-            raise (fault if isinstance(fault, RolloutError) else error.as_instanceof_cause()) from error
-        except RayActorError as error:
-            self._recover(index)
-            said = f"the actor of policy replica {index} is gone"
-            evidence = Evidence(f"{said}: {error}", "policy server")
-            raise PolicyError("policy_unavailable", said, evidence) from error
-        except TimeoutError as error:
-            self._recover(index)
-            said = f"policy replica {index} did not answer within {self._timeout_sec:.0f} s"
-            raise PolicyError("policy_timeout", said) from error
-        except asyncio.CancelledError:
-            ray.cancel(answer)  # else the engine would go on with an answer that nobody takes
-            raise
-
-    async def release(self, session_id: str) -> None:
-        """See `TokenEngine`."""
-        self._replica_of.pop(session_id, None)
-
-    def _route(self, session_id: str) -> int:
-        """The session's replica: at its start the one with the fewest sessions, of those that are well."""
-        index = self._replica_of.get(session_id)
-        if index is None:
-            sessions = Counter(self._replica_of.values())
-            well = [i for i in range(len(self._actors)) if i not in self._recovering]
-            index = min(well or range(len(self._actors)), key=lambda i: (sessions[i], i))
-            self._replica_of[session_id] = index
-        return index
-
-    def _recover(self, index: int) -> None:
-        """Leave this replica out until it generates again."""
-        if index not in self._recovering:
-            self._recovering[index] = asyncio.ensure_future(self._until_well(index))
-
-    async def _until_well(self, index: int) -> None:
-        try:
-            async with asyncio.timeout(START_SEC):
-                while True:
-                    try:
-                        await self._actors[index].info.remote()
-                        return
-                    except (RayActorError, RayTaskError):
-                        await asyncio.sleep(1.0)
-        except TimeoutError:
-            return  # its next session finds out, and names what is wrong
+            self._require(self._config.replicas)
+            self._router = start_router()
+            info = await self._add(range(1, self._config.replicas + 1))
+            self._syncing = asyncio.create_task(self._sync_for_ever())
+            engine = Replicas(self._router, info, retry_sec=self._config.retry_sec)
+            self.policy = TokenPolicy(engine, name=self.name, template_kwargs=self._config.template_kwargs)
+            started = True
         finally:
-            del self._recovering[index]
+            if not started:
+                await self.close(within_sec=HURRY_SEC)
+
+    async def update(self, path: str, version: int) -> dict[int, str]:
+        """Have all replicas answer with the weights at `path`, from now on as `version`: by replica, how it took them
+        (`PolicyReplica.update`), or `failed: ...` for one that is down until it can start with them. The version that
+        is current again changes nothing.
+
+        Where turns in flight are to finish, half of the replicas at a time take them, so that the others serve.
+        Raises `ValueError` for a lower version, and where no replica can load what is at `path`: nothing has changed.
+        """
+        async with self._one_change:
+            before = self._weights
+            if version < before.version:
+                raise ValueError(f"the weights are of version {before.version} already, {version} is older")
+            if version == before.version:
+                return dict.fromkeys(sorted(self._replicas), "same")
+            self._weights = before.updated(path, version)
+            results: dict[int, str] = {}
+            refused: ValueError | None = None
+            for wave in self._waves():
+                took = await asyncio.gather(*(self._update(replica) for replica in wave))
+                for replica, result in zip(wave, took, strict=True):
+                    results[replica.number] = f"failed: {result}" if isinstance(result, Exception) else result
+                    refused = result if isinstance(result, ValueError) else refused
+                if refused is not None and all(not _loaded(result) for result in results.values()):
+                    await self._take_back(before, results)
+                    raise refused
+            return results
+
+    async def scale(self, replicas: int) -> None:
+        """Have so many replicas: start more, or drain and stop those with the highest numbers. Raises as `start`."""
+        async with self._one_change:
+            if replicas < 1:
+                raise ValueError("a policy has at least one replica")
+            now = sorted(self._replicas)
+            if replicas > len(now):
+                self._require(replicas)
+                first = now[-1] + 1
+                await self._add(range(first, first + replicas - len(now)))
+            else:
+                await asyncio.gather(*(self._drain(number) for number in now[replicas:]))
+
+    async def drain(self, number: int) -> None:
+        """Stop one replica once its turns have ended; its sessions move at their next turn. Raises `ValueError` for the
+        last one, and for one that is not there."""
+        async with self._one_change:
+            if number not in self._replicas or len(self._replicas) == 1:
+                raise ValueError(f"replica {number} of policy {self.name} cannot be drained")
+            await self._drain(number)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Each replica as it was last seen, at most a second ago."""
+        return [
+            {
+                "replica": number,
+                "state": str(replica.status.state),
+                "version": replica.status.version,
+                "kv_use": replica.status.kv_use,
+                "running": replica.status.running,
+                "waiting": replica.status.waiting,
+                "sessions": self._sessions.get(number, 0),
+                "restarts": replica.restarts,
+                "said": replica.status.said,
+            }
+            for number, replica in sorted(self._replicas.items())
+        ]
+
+    async def close(self, *, within_sec: float = CLOSE_SEC) -> None:
+        """Stop everything. Nothing is left in the cluster."""
+        tasks = [*self._following.values(), *([] if self._syncing is None else [self._syncing])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._following.clear()
+        try:
+            await asyncio.gather(*(replica.stop(within_sec) for replica in self._replicas.values()))
+        finally:
+            self._replicas.clear()
+            if self._router is not None:
+                ray.kill(self._router, no_restart=True)
+
+    async def _add(self, numbers: Iterable[int]) -> ReplicaInfo:
+        """Start these replicas; when one fails the others are stopped."""
+        new = {number: self._supervised(number) for number in numbers}
+        self._replicas |= new
+        starting = [
+            asyncio.create_task(self._begin(replica, len(self._replicas))) for replica in new.values()
+        ]
+        try:
+            infos = await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.wait(starting)
+            await asyncio.gather(*(replica.stop(HURRY_SEC) for replica in new.values()))
+            for number in new:
+                del self._replicas[number]
+            raise
+        for number, replica in new.items():
+            self._following[number] = asyncio.create_task(
+                replica.follow(
+                    lambda: self._weights,
+                    self._config.on_update,
+                    settled=lambda: not self._one_change.locked(),
+                )
+            )
+        await self._sync()
+        return infos[0]
+
+    def _require(self, replicas: int) -> None:
+        try:
+            require_resources(self._placement, replicas)
+        except CouldNotRun as error:
+            raise CouldNotRun(f"policy {self.name}: {error}") from error
+
+    async def _begin(self, replica: Supervised, of: int) -> ReplicaInfo:
+        began = time.monotonic()
+        which = f"replica {replica.number} of {of}"
+        try:
+            info = await replica.start(self._weights)
+        except ValueError as error:
+            raise InputError(f"policies.{self.name}: {which}: {error}") from error
+        except CouldNotRun as error:
+            raise CouldNotRun(f"policy {self.name}: {which}: {error}") from error
+        except RolloutError as error:
+            raise CouldNotRun.because(RuntimeError(f"policy {self.name}: {which}: {error}")) from error
+        self._say(f"{which} ready after {time.monotonic() - began:.0f} s")
+        return info
+
+    def _supervised(self, number: int) -> Supervised:
+        return Supervised(number, self._settings, self._placement, self._make_engine, self._say)
+
+    def _waves(self) -> list[list[Supervised]]:
+        replicas = [replica for _, replica in sorted(self._replicas.items())]
+        if self._config.on_update == "continue" or len(replicas) == 1:
+            return [replicas]
+        half = (len(replicas) + 1) // 2
+        return [replicas[:half], replicas[half:]]
+
+    async def _update(self, replica: Supervised) -> str | Exception:
+        try:
+            return await replica.update(self._weights, self._config.on_update)
+        except (RolloutError, ValueError) as error:
+            return error
+
+    async def _take_back(self, before: Weights, results: dict[int, str]) -> None:
+        """No replica could load the new weights: those that were to start with them start with the old ones."""
+        self._weights = before
+        later = [self._replicas[number] for number, result in results.items() if result == "later"]
+        await asyncio.gather(*(self._update(replica) for replica in later))
+
+    async def _drain(self, number: int) -> None:
+        replica = self._replicas[number]
+        await replica.drain()
+        following = self._following.pop(number)
+        following.cancel()
+        await asyncio.wait([following])
+        await replica.stop(CLOSE_SEC)
+        del self._replicas[number]
+        await self._sync()
+        self._say(f"replica {number} is drained")
+
+    async def _sync_for_ever(self) -> None:
+        while True:
+            await self._sync()
+            await asyncio.sleep(POLL_SEC)
+
+    async def _sync(self) -> None:
+        members = {
+            number: Member(replica.actor, replica.report, replica.said)
+            for number, replica in self._replicas.items()
+        }
+        try:
+            self._sessions = await self._router.sync.remote(members)
+        except GONE:
+            return  # Ray starts it again, and the next time tells it everything
+
+    def _unfollowed(self, following: asyncio.Task[None]) -> None:
+        """An error that has no name: turns still go on, and what is lost then stays lost."""
+        if not following.cancelled() and (error := following.exception()) is not None:
+            self._say(f"a replica is no longer looked after: {error!r}")
+
+    def _say(self, line: str) -> None:
+        self._say_line(f"policy {self.name}: {line}")
 
 
-def start_replicas(
-    model: str,
-    engine_args: Mapping[str, Any] | None = None,
-    *,
-    replicas: int = 1,
-    num_cpus: float = 0.0,
-    num_gpus: float = 0.0,
-    threads: int | None = None,
-    request_timeout_sec: float = REQUEST_TIMEOUT_SEC,
-    version: int = 0,
-) -> list[Any]:
-    """Make the actors; they load their engines when first called (`replica_policy`).
-
-    `num_cpus` and `num_gpus` are what Ray sets aside for each. `threads`: OpenMP threads of an engine without
-    a GPU, None for `cpu_threads` (Ray itself sets as many as it sets CPUs aside, at least 1).
-    """
-    actor = ray.remote(PolicyReplica).options(
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=CONCURRENT_REQUESTS,
+def replica_settings(
+    config: VllmPolicyConfig, model: str, placement: Placement, check_sec: float = CHECK_SEC
+) -> ReplicaSettings:
+    """What each replica of this policy is made with."""
+    return ReplicaSettings(
+        model=model,
+        engine_args={**config.engine_args, **placement.engine_args},
+        request_timeout_sec=config.request_timeout_sec,
+        lora=None if config.lora is None else (config.lora.name, config.lora.path),
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+        template_kwargs=config.template_kwargs,
+        threads=None if config.num_gpus else (config.threads or 0),
+        environment=placement.environment,
+        health_sec=config.health_sec,
+        check_sec=check_sec,
     )
-    given = None if num_gpus else (threads or 0)
-    return [
-        actor.remote(
-            model,
-            dict(engine_args or {}),
-            request_timeout_sec=request_timeout_sec,
-            version=version,
-            threads=given,
-        )
-        for _ in range(replicas)
-    ]
 
 
-async def replica_policy(
-    actors: Sequence[Any],
-    *,
-    name: str = "vllm",
-    template_kwargs: Mapping[str, Any] | None = None,
-    request_timeout_sec: float = REQUEST_TIMEOUT_SEC,
-) -> TokenPolicy:
-    """A policy over these replicas, all of them started in parallel. Raises `PolicyError` where one does not
-    come up, and `ValueError` where vLLM does not take an engine argument."""
-    try:
-        async with asyncio.timeout(START_SEC):
-            infos = await asyncio.gather(*(actor.info.remote() for actor in actors))
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from error
-    except RayActorError as error:
-        raise PolicyError(
-            "policy_unavailable", f"a policy replica ended while it started: {error}"
-        ) from error
-    except TimeoutError as error:
-        raise PolicyError("policy_unavailable", f"no policy replica within {START_SEC:.0f} s") from error
-    replicas = Replicas(actors, infos[0], request_timeout_sec=request_timeout_sec)
-    return TokenPolicy(replicas, name=name, template_kwargs=template_kwargs)
-
-
-async def stop_replicas(actors: Sequence[Any], *, within_sec: float = 60.0) -> None:
-    """Close the engines and end the actors, whatever state they are in."""
-    try:
-        async with asyncio.timeout(within_sec):
-            await asyncio.gather(*(actor.close.remote() for actor in actors), return_exceptions=True)
-    except TimeoutError:
-        pass  # killed below; Ray ends the engine with its actor
-    finally:
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
-
-
-def _replicas(actors: Sequence[Any], info: ReplicaInfo, request_timeout_sec: float) -> Replicas:
-    return Replicas(actors, info, request_timeout_sec=request_timeout_sec)
+def _loaded(result: str) -> bool:
+    return result not in ("later", "lost") and not result.startswith("failed: ")

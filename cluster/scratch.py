@@ -1,50 +1,15 @@
-"""Directories for temporary files that are this process's alone, and are removed when it was killed.
-
-Each is locked for as long as its process lives, before it has the name by which it is looked for; the kernel lets
-go of the lock however the process ends. Processes that it starts do not inherit the lock.
-"""
+"""The names of the temporary directories that belong to one process (`rollout/scratch.py`)."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-import tempfile
-from contextlib import suppress
-from pathlib import Path
+from rollcage.rollout import scratch
+from rollcage.rollout.scratch import VLLM, make_scratch, remove_scratch
+
+__all__ = ["RAY", "TASKS", "make_scratch", "remove_abandoned", "remove_scratch"]
 
 TASKS, RAY = "rollcage-tasks-", "rollcage-ray-"
-
-_NEW = "rollcage-new-"
-
-
-def make_scratch(prefix: str, parent: str | Path | None = None) -> tuple[Path, int]:
-    """A new directory, and the descriptor that keeps it locked. Raises `OSError`."""
-    made = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
-    lock = os.open(made, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return made.rename(made.parent / f"{prefix}{made.name.removeprefix(_NEW)}"), lock
-    except BaseException:
-        os.close(lock)
-        shutil.rmtree(made, ignore_errors=True)
-        raise
-
-
-def remove_scratch(place: Path, lock: int) -> None:
-    """Remove a directory of `make_scratch`."""
-    shutil.rmtree(place, ignore_errors=True)
-    os.close(lock)
 
 
 def remove_abandoned() -> None:
     """Remove the directories of processes on this machine that are gone."""
-    for folder in {Path(tempfile.gettempdir()), Path("/tmp")}:
-        for left in (*folder.glob(f"{TASKS}*"), *folder.glob(f"{RAY}*")):
-            with suppress(OSError):  # it lives, or is another user's, or was removed meanwhile
-                lock = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(left, ignore_errors=True)
-                finally:
-                    os.close(lock)
+    scratch.remove_abandoned((TASKS, RAY, VLLM))

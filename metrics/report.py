@@ -30,7 +30,7 @@ _ROLLOUT_COLUMNS = (
 )  # fmt: skip
 _ATTEMPT_COLUMNS = (
     "agent", "task", "sample", "outcome", "error_class", "evidence", "started_at", "ended_at", "phases",
-    "infra_seconds", "turn_count", "command_count", "prompt_tokens", "completion_tokens",
+    "infra_seconds", "turn_count", "command_count", "prompt_tokens", "completion_tokens", "cost_usd",
 )  # fmt: skip
 
 
@@ -99,7 +99,8 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
     agent, so that a run of several agents has it under `by_agent` only. `attempt_errors` counts attempts,
     those that were tried again too; `evidence` has examples of each. `wall_seconds` are the whole job's, with Ray's
     start and end; `rollout_seconds` go from the first start to the last end of an attempt or rollout, and rates by
-    time are by them. Raises `NoRun`.
+    time are by them. `cost_usd` is what the answers of all attempts cost, None where none has a price; `budgets` has
+    `limit_usd` and `spent_usd` of each policy with a budget, once the run is finished. Raises `NoRun`.
     """
     location = Location.of(run)
     summary = location.read_json("summary.json")
@@ -126,11 +127,12 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
     totals: Counter[str] = Counter()
     attempt_errors: Counter[str] = Counter()
     phases: dict[str, list[float]] = defaultdict(list)
-    infra_seconds = 0.0
+    infra_seconds, costs = 0.0, list[float]()
     for row in _rows(location, "attempts", _ATTEMPT_COLUMNS):
         attempts += 1
         times.add(row)
         infra_seconds += row["infra_seconds"]
+        costs += [row["cost_usd"]] if row["cost_usd"] is not None else []
         for name in ("turn_count", "command_count", "prompt_tokens", "completion_tokens"):
             totals[name] += row[name]
         for phase, seconds in row["phases"].items():
@@ -190,6 +192,8 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
         "commands": totals["command_count"],
         "prompt_tokens": totals["prompt_tokens"],
         "completion_tokens": totals["completion_tokens"],
+        "cost_usd": sum(costs) if costs else None,
+        "budgets": (summary or {}).get("budgets") or {},
         "completion_tokens_per_second": totals["completion_tokens"] / busy if busy else None,
         "quarantined": [entry for entry in per_task if entry["quarantined"]],
         "tasks": per_task,

@@ -52,6 +52,11 @@ def _headline(summary: dict[str, Any]) -> Text:
         )
     if summary["completion_tokens"]:
         text.append(f", {summary['completion_tokens']:,} tokens sampled")
+    if summary["cost_usd"] is not None:
+        text.append(f", ${summary['cost_usd']:,.2f}")
+    for policy, budget in summary["budgets"].items():
+        spent = "an unknown part" if budget["spent_usd"] is None else f"${budget['spent_usd']:,.2f}"
+        text.append(f"\nbudget of {policy}: {spent} of ${budget['limit_usd']:,.2f} spent")
     return text
 
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from rollcage.rollout.agents.base import Agent, AgentContext, load_agent
 from rollcage.rollout.agents.run import run_agent
 from rollcage.rollout.clock import AgentClock
+from rollcage.rollout.kept_states import KeptStates
 from rollcage.rollout.outcome import (
     BY_NAME,
     AgentStopped,
@@ -34,7 +35,7 @@ from rollcage.rollout.outcome import (
     RolloutError,
     Stage,
 )
-from rollcage.rollout.policies.base import Policy, PolicySession, Sampling
+from rollcage.rollout.policies.base import Policy, PolicySession, Sampling, notes_of
 from rollcage.rollout.ready import prepare_step, wait_until_healthy
 from rollcage.rollout.sandbox.base import Sandbox, Shell
 from rollcage.rollout.sandbox.pool import SandboxPool
@@ -45,15 +46,25 @@ TEARDOWN_SEC = 120.0
 """A container whose removal takes longer is left to the reaper."""
 
 
+Left = Callable[[str], Awaitable[None]]
+"""Awaited by a verifier once the agent's sandbox is as it was left: its processes are stopped, and nothing of the
+verifier's has entered. It is told what goes on all the same and no copy of the files would have, or nothing."""
+
+
 class Verifies(Protocol):
     """How a rollout knows its verifier."""
 
-    async def verify(self, sandbox: Sandbox, task: Task, step: Step) -> Reward:
+    async def verify(self, sandbox: Sandbox, task: Task, step: Step, left: Left | None = None) -> Reward:
         """Stop the agent's processes and grade what it left. Raises `VerifierError`."""
         ...
 
     async def verify_separate(
-        self, sandbox: Sandbox, verifier_sandbox: Sandbox, task: Task, step: Step
+        self,
+        sandbox: Sandbox,
+        verifier_sandbox: Sandbox,
+        task: Task,
+        step: Step,
+        left: Left | None = None,
     ) -> Reward:
         """The same, with the tests in a sandbox of their own that receives what the agent left."""
         ...
@@ -116,7 +127,12 @@ async def run_attempt(
         started_at=time.time(),
         trajectory=Trajectory(),
     )
-    run = _Run(attempt, spec, pool, verifier, policy, emit, keep)
+    return await carry_out(AttemptRun(attempt, spec, pool, verifier, policy, emit, keep))
+
+
+async def carry_out(run: AttemptRun) -> Attempt:
+    """Run it to its end, whatever that is, and say how it ended."""
+    attempt = run.attempt
     work = asyncio.ensure_future(run.to_reward())
     await _ended(work, cancel=True)
     try:
@@ -128,7 +144,7 @@ async def run_attempt(
     except Exception as error:  # noqa: BLE001 -- what has no name yet is internal_error, never a silent 0
         run.end_with(_unknown(error))
     await _ended(asyncio.ensure_future(run.tear_down()), cancel=False)
-    _redact(attempt, redactor(spec.task, pool.settings.environ))
+    _redact(attempt, redactor(run.spec.task, run.pool.settings.environ))
     attempt.ended_at = time.time()
     return attempt
 
@@ -153,7 +169,7 @@ async def _ended(work: asyncio.Future[Any], *, cancel: bool) -> None:
 
 
 @dataclass
-class _Run:
+class AttemptRun:
     """One attempt under way: what it was given, and what it holds."""
 
     attempt: Attempt
@@ -167,6 +183,7 @@ class _Run:
     sandboxes: list[Sandbox] = field(default_factory=list)
     verifiers: int = 0
     session: PolicySession | None = None
+    kept: KeptStates | None = None
     stops: list[RolloutError] = field(default_factory=list)
     """What has stopped the agent by its own doing, in the order in which it happened."""
 
@@ -242,6 +259,7 @@ class _Run:
             self.attempt.infra_seconds += clock.infra_seconds
             if self.session is not None:
                 trajectory.segments = self.session.segments
+                self.attempt.extra.update(notes_of(self.session))
         # A limit of the sandbox was met before the agent ended, and so before any of its own.
         if sandbox.storage_exceeded and not was_full:
             said = (
@@ -268,7 +286,7 @@ class _Run:
     async def _verify(self, sandbox: Sandbox, step: Step) -> Reward:
         own, task = step.verifier.environment, self.spec.task
         if own is None:
-            return await self.verifier.verify(sandbox, task, step)
+            return await self.verifier.verify(sandbox, task, step, self._keeper(sandbox, step))
         image = await self.pool.image(own, f"{task.name} (verifier)")
         self.verifiers += 1
         verifier_sandbox = await self.pool.acquire(
@@ -281,12 +299,22 @@ class _Run:
         )
         self.sandboxes.append(verifier_sandbox)
         await wait_until_healthy(verifier_sandbox, own.healthcheck)
-        reward = await self.verifier.verify_separate(sandbox, verifier_sandbox, task, step)
+        reward = await self.verifier.verify_separate(
+            sandbox, verifier_sandbox, task, step, self._keeper(sandbox, step)
+        )
         if not self.keep:
             # A task of many steps would hold as many sandboxes.
             self.sandboxes.remove(verifier_sandbox)
             await self.pool.release(verifier_sandbox)
         return reward
+
+    def _keeper(self, sandbox: Sandbox, step: Step) -> Left | None:
+        """Saves the sandbox's state, where the job wants that."""
+        if self.pool.settings.keep_states == "none":
+            return None
+        if self.kept is None:
+            self.kept = KeptStates(self.pool, self.attempt, self.emit)
+        return self.kept.keeper(sandbox, self.spec.task, step)
 
     def end(self, reward: Reward) -> None:
         """End the attempt with a reward that counts; what stopped the agent first is its error class."""
@@ -326,6 +354,7 @@ class _Run:
         """Release everything, each within `TEARDOWN_SEC`; what fails is evidence and left to the reaper."""
         started = time.monotonic()
         work: list[Awaitable[None]] = [] if self.session is None else [self.session.close()]
+        work += [] if self.kept is None else [self.kept.settle()]
         work += [] if self.keep else [self.pool.release(sandbox) for sandbox in self.sandboxes]
         limited = (asyncio.wait_for(one, TEARDOWN_SEC) for one in work)
         for error in await asyncio.gather(*limited, return_exceptions=True):

@@ -158,13 +158,14 @@ MESSAGE = (
 
 COMMAND = (
     Field("command", TEXT, "as the agent gave it"),
-    Field("exit_code", pa.int64(), "exit status", null="it never ended by itself"),
+    Field("exit_code", pa.int64(), "exit status", null="it never ended by itself, or was typed into a terminal"),
     Field("stdout", TEXT, "standard output, head and tail"),
     Field("stderr", TEXT, "standard error, head and tail"),
     Field("seconds", pa.float64(), "wall time", "s"),
     Field("timed_out", pa.bool_(), "it was stopped at its timeout"),
     Field("omitted_bytes", pa.int64(), "left out of both outputs", "bytes"),
     Field("note", TEXT, "what the agent was told beside the output"),
+    Field("keys", pa.bool_(), "it was typed into a terminal, and `stdout` came within `seconds`"),
 )
 
 TURN = (

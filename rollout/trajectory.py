@@ -52,7 +52,8 @@ class CommandRecord:
 
     `stdout` and `stderr` are capped; `omitted_bytes` counts what was left out of both. `exit_code` is None
     where the command never ended by itself. `note` is what the agent was told beside the output (that the
-    command was stopped, that the shell was replaced).
+    command was stopped, that the shell was replaced). `keys`: `command` was typed into a terminal, `stdout` is what
+    came within `seconds`, and there is no exit code.
     """
 
     command: str
@@ -63,6 +64,7 @@ class CommandRecord:
     timed_out: bool = False
     omitted_bytes: int = 0
     note: str = ""
+    keys: bool = False
 
 
 @dataclass

@@ -16,7 +16,7 @@ FOLDERS = ("rollout", "verifier", "generator", "metrics", "cluster")
 ROOMS = {
     "ray": ("cluster/",),
     "docker": ("rollout/sandbox/",),
-    "vllm": ("rollout/policies/vllm.py",),
+    "vllm": ("rollout/policies/vllm",),
     "prometheus_client": ("metrics/",),
 }
 """Where each engine may be imported."""

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollcage.rollout.outcome import BY_NAME, Domain, Evidence, SandboxError, VerifierError
+from rollcage.rollout.rollout import Left
 from rollcage.rollout.sandbox.base import CommandResult, Sandbox, Shell
 from rollcage.rollout.task import Step, Task, ignore_patterns, resolve_env
 from rollcage.rollout.trajectory import Reward
@@ -73,7 +74,7 @@ class TestsVerifier:
     image_tools: bool = True
     keep_processes: tuple[str, ...] = ()
 
-    async def verify(self, sandbox: Sandbox, task: Task, step: Step) -> Reward:
+    async def verify(self, sandbox: Sandbox, task: Task, step: Step, left: Left | None = None) -> Reward:
         """Grade what the agent left in `sandbox`, where its tests are run too.
 
         Raises `VerifierError`, and `TaskError` for a variable that is not set; lets `SandboxError` through, as
@@ -82,6 +83,8 @@ class TestsVerifier:
         keep = any(fnmatchcase(task.name, pattern) for pattern in self.keep_processes)
         stop = sandbox.end_shells if keep else sandbox.stop_processes
         await stop()
+        if left is not None:
+            await left("its tests grade processes that the agent left (keep_processes)" if keep else "")
         tests = _directories(step)
         last = step.name == task.steps[-1].name
         try:
@@ -95,7 +98,12 @@ class TestsVerifier:
         return reward
 
     async def verify_separate(
-        self, sandbox: Sandbox, verifier_sandbox: Sandbox, task: Task, step: Step
+        self,
+        sandbox: Sandbox,
+        verifier_sandbox: Sandbox,
+        task: Task,
+        step: Step,
+        left: Left | None = None,
     ) -> Reward:
         """Grade what the agent left in `sandbox` with tests that run in `verifier_sandbox`: the `collect` commands
         are run in the agent's and in the task's other services, then the artifacts are handed over, and nothing
@@ -107,6 +115,8 @@ class TestsVerifier:
             await sandbox.stop_processes()
         except SandboxError as error:
             raise await _after_an_agent(sandbox, error) from error
+        if left is not None:
+            await left("")
         for hook in step.verifier.collect:  # what other services say is out of the agent's reach now
             if not in_main(hook):
                 await collect(sandbox, hook)

@@ -7,6 +7,10 @@ doing (`context_overflow`), every other refusal the server's.
 from __future__ import annotations
 
 import re
+import ssl
+import sys
+import time
+from email.utils import parsedate_to_datetime
 
 from rollcage.rollout.outcome import Evidence, PolicyError
 
@@ -14,11 +18,18 @@ OVERFLOW = re.compile(
     r"maximum context length"
     r"|max_tokens must be at least 1, got -?\d"
     r"|longer than the maximum (?:model|context) length"
-    r"|(?:prompt|input).{0,60}exceeds? .{0,40}(?:max_model_len|context length|context window)",
+    r"|longer than the model's context length"
+    r"|(?:prompt|input).{0,60}exceeds? .{0,40}(?:max_model_len|context length|context window)"
+    r"|prompt is too long: \d+ tokens > \d+ maximum"
+    r"|input length and `max_tokens` exceed context limit",
     re.IGNORECASE | re.DOTALL,
 )
 """How vLLM words it, in a 400 of its server as in the error of its engine; the second form is older servers'
-for a prompt that leaves no room for an answer, the third that of engines before 0.9."""
+for a prompt that leaves no room for an answer, the third that of engines before 0.9, the fourth SGLang's. The last
+two are Anthropic's."""
+
+OVERFLOW_CODE = "context_length_exceeded"
+"""OpenAI's own code for it."""
 
 
 def policy_fault(error: BaseException, doing: str, *, status: int | None = None) -> PolicyError:
@@ -28,6 +39,7 @@ def policy_fault(error: BaseException, doing: str, *, status: int | None = None)
     """
     if status is None:
         status = getattr(error, "status_code", None)
+    error = _transport_error(error)
     said = str(error) or type(error).__name__
     evidence = Evidence(f"could not {doing}: {type(error).__name__}: {said}", "policy server", status=status)
     return PolicyError(_error_class(error, said, status), said, evidence, _retry_after(error))
@@ -38,8 +50,11 @@ def _error_class(error: BaseException, said: str, status: int | None) -> str:
         return "policy_timeout"
     if isinstance(error, ConnectionError):
         return "policy_unavailable"
+    if isinstance(error, _transport_errors()):
+        return _transport_class(error)
     refused = isinstance(error, ValueError) if status is None else status in (400, 413, 422)
-    if refused and OVERFLOW.search(said):
+    # 413: the request itself is too large, by its bytes
+    if status == 413 or (refused and _too_long(error, said)):
         return "context_overflow"
     if status in (429, 529):
         return "rate_limited"
@@ -50,8 +65,51 @@ def _error_class(error: BaseException, said: str, status: int | None) -> str:
     return "policy_error"
 
 
+def _too_long(error: BaseException, said: str) -> bool:
+    return getattr(error, "code", None) == OVERFLOW_CODE or OVERFLOW.search(said) is not None
+
+
+def _transport_error(error: BaseException) -> BaseException:
+    """What is behind the connection error of an SDK, which says nothing itself."""
+    cause = error.__cause__
+    return cause if isinstance(cause, _transport_errors()) else error
+
+
+def _transport_class(error: BaseException) -> str:
+    """A server that takes no connection is not slow, it is not there."""
+    if isinstance(
+        error, (*_http_errors("UnsupportedProtocol", "DecodingError"), ssl.SSLCertVerificationError)
+    ):
+        return "policy_error"
+    slow = isinstance(error, _http_errors("TimeoutException"))
+    return (
+        "policy_timeout"
+        if slow and not isinstance(error, _http_errors("ConnectTimeout"))
+        else "policy_unavailable"
+    )
+
+
+def _transport_errors() -> tuple[type[BaseException], ...]:
+    return (*_http_errors("RequestError"), ssl.SSLError)
+
+
+def _http_errors(*names: str) -> tuple[type[BaseException], ...]:
+    """These exceptions of httpx, by whichever of its names an SDK has loaded it."""
+    loaded = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return tuple(getattr(module, name) for module in loaded for name in names)
+
+
 def _retry_after(error: BaseException) -> float | None:
-    """Seconds of a `Retry-After` header; the form with a date is left to our own backoff."""
+    """Seconds that a server asks us to wait: `retry-after-ms` (OpenAI's), or `Retry-After` in seconds or as a date (RFC
+    9110, 10.2.3). None where it asks for nothing that can be read."""
     headers = getattr(getattr(error, "response", None), "headers", None) or {}
-    value = headers.get("retry-after", "")
-    return float(value) if re.fullmatch(r"\d+(\.\d+)?", value) else None
+    millis, value = headers.get("retry-after-ms", ""), headers.get("retry-after", "").strip()
+    if re.fullmatch(r"\d+(\.\d+)?", millis):
+        return float(millis) / 1000
+    if re.fullmatch(r"\d+(\.\d+)?", value):
+        return float(value)
+    try:
+        at = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, at.timestamp() - time.time())

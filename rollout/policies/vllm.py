@@ -1,48 +1,79 @@
 """vLLM as a policy: tokens in, tokens and their log-probabilities out.
 
-`VllmEngine` is vLLM's `AsyncLLM` in this process (its core runs in a process of its own), a `TokenEngine`.
+`VllmEngine` is vLLM's `AsyncLLM` in this process (its core and its workers run in processes of their own), a
+`TokenEngine`. Its parts: `vllm_launch.py` brings an engine up and down, `vllm_parsers.py` takes answers apart,
+`vllm_weights.py` reads what is to be loaded, `vllm_load.py` keeps the engine's word on its load.
 
-vllm is imported only here, and only when an engine starts.
+Weights are replaced while no request is let in: requests that come wait, and are not charged for it. Those under way
+finish on the weights that they began with, or are frozen and go on with the new ones, their KV cache computed anew.
+Then the checkpoint is loaded in place (its tensors are the old one's by name and shape, its configuration and
+tokenizer are the same), an adapter takes the place of another, or another engine is started in place of this one.
+
+vllm is imported only in `vllm*.py`, and only when an engine starts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
-import shutil
-import tempfile
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import psutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 from rollcage.rollout.outcome import Evidence, PolicyError
 from rollcage.rollout.policies.base import Sampling, Structure, Tool
 from rollcage.rollout.policies.engine import Generation, require_room
 from rollcage.rollout.policies.faults import policy_fault
-from rollcage.rollout.policies.leash import Leash
+from rollcage.rollout.policies.vllm_launch import (
+    CPU_ARGUMENTS,
+    CPU_ENVIRONMENT,
+    QUIET_ENVIRONMENT,
+    Launched,
+    cpu_threads,
+    launch,
+)
+from rollcage.rollout.policies.vllm_load import EngineLoad
+from rollcage.rollout.policies.vllm_parsers import AnswerParser, require_parsers
+from rollcage.rollout.policies.vllm_requests import require_structure, sampling_params, translated
+from rollcage.rollout.policies.vllm_update import (
+    LORA_ID,
+    AdapterRefused,
+    how_to_update,
+    replace_in_place,
+    try_adapter,
+)
+from rollcage.rollout.policies.vllm_weights import How, is_adapter
 from rollcage.rollout.tokens import Tokenizer
+
+__all__ = [
+    "CPU_ARGUMENTS",
+    "CPU_ENVIRONMENT",
+    "QUIET_ENVIRONMENT",
+    "REQUEST_TIMEOUT_SEC",
+    "EngineLoad",
+    "VllmEngine",
+    "cpu_threads",
+]
 
 REQUEST_TIMEOUT_SEC = 600.0
 """A whole answer of 8,192 tokens at the 20 tokens/s of a busy CPU takes 410 s."""
 
-CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Where the user sets none. 1 GiB of KV cache, not half of the machine's memory; threads unbound, because the
-engine shares the cores with the sandboxes."""
-
-CPU_ARGUMENTS = {"enforce_eager": True, "dtype": "float32"}
-"""Likewise. vLLM's own choice, bfloat16, is half as fast on a CPU without instructions for it."""
-
-QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 class VllmEngine:
     """One vLLM engine. `engine_args` are vLLM's `AsyncEngineArgs` by name.
 
-    `start` raises `ValueError` for an engine argument that vLLM does not have, and `PolicyError`
-    (`policy_unavailable`) where the engine does not come up.
+    `lora` (name, directory) is an adapter that every answer is made with. `tool_parser` and `reasoning_parser` are
+    vLLM's names; with either, `Generation.parsed` is set. `template_kwargs` are the chat template's, for the parsers.
+
+    `start` raises `ValueError` for an engine argument, a parser or an adapter that vLLM does not take, and
+    `PolicyError` (`policy_unavailable`) where the engine does not come up.
+
+    `model`, `lora` and `version` are those of the weights that it has now.
     """
 
     tokenizer: Tokenizer
@@ -55,29 +86,32 @@ class VllmEngine:
         *,
         request_timeout_sec: float = REQUEST_TIMEOUT_SEC,
         version: int = 0,
+        lora: tuple[str, str] | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.version = version
+        self.lora = lora
         self._engine_args = dict(engine_args or {})
+        self._tokenizer_from = model  # trainers often save weights without it: it stays then
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+        self._template_kwargs = dict(template_kwargs or {})
         self._timeout_sec = request_timeout_sec
-        self._llm: Any = None
-        self._sockets: str | None = None
-        self._leash: Leash | None = None
+        self._launched: Launched | None = None
+        self._parser: AnswerParser | None = None
+        self._update = asyncio.Lock()
+        self._under_way = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def start(self) -> None:
         """Load the model and prove with one token that it generates. `close` is due also when this fails."""
-        before = {child.pid for child in _children()}
-        loading = asyncio.ensure_future(asyncio.to_thread(self._load))
-        try:
-            self._llm = await asyncio.shield(loading)
-        except asyncio.CancelledError:  # a thread cannot be called off: wait for what it makes, to close it
-            await asyncio.wait([loading])
-            if not loading.cancelled() and loading.exception() is None:
-                self._llm = loading.result()
-            raise
-        self._leash = Leash(child.pid for child in _children() if child.pid not in before)
-        self.max_model_len = self._llm.model_config.max_model_len
-        self.tokenizer = self._llm.get_tokenizer()
+        await self._start()
         await self.check()
 
     async def generate(
@@ -90,151 +124,226 @@ class VllmEngine:
         tools: Sequence[Tool] = (),
         structure: Structure | None = None,
     ) -> Generation:
-        """Generate behind `prompt_ids`. Raises `PolicyError`: `context_overflow` where no token has room,
-        `policy_unavailable` where the engine is dead, `policy_timeout`, `policy_error`."""
-        require_room(len(prompt_ids), self.max_model_len)
-        from vllm.exceptions import GracefulHTTPError, VLLMError
-        from vllm.v1.engine.exceptions import EngineDeadError
+        """Generate behind `prompt_ids`, at most to the end of the context. The request ends with its caller: one that
+        is cancelled or late is aborted in the engine.
 
-        doing = f"generate behind {len(prompt_ids)} tokens"
-        try:
-            params = _sampling_params(sampling)
-            async with asyncio.timeout(self._timeout_sec):
-                return await self._generate(prompt_ids, params, request_id)
-        except EngineDeadError as error:
-            fault = policy_fault(error, doing)
-            raise PolicyError("policy_unavailable", "vLLM's engine is dead", fault.evidence) from error
-        except GracefulHTTPError as error:  # refused by vLLM's own admission: asked to come again later
-            raise policy_fault(error, doing, status=429) from error
-        except VLLMError as error:
-            raise policy_fault(_cause(error), doing, status=_status(error)) from error
-        except (ValueError, TypeError, TimeoutError) as error:
-            raise policy_fault(error, doing) from error
-
-    async def check(self, timeout_sec: float = 120.0) -> None:
-        """Raise `PolicyError` unless the engine generates a token now: a port or a process proves nothing."""
-        sampling = Sampling(temperature=0.0, max_tokens=1)
-        doing = f"generate one token within {timeout_sec:.0f} s"
-        try:
-            async with asyncio.timeout(timeout_sec):
-                await self.generate([1], sampling, request_id=f"check-{uuid.uuid4().hex}")
-        except TimeoutError as error:
-            raise PolicyError(
-                "policy_unavailable", f"vLLM's engine could not {doing}", policy_fault(error, doing).evidence
-            ) from error
-
-    async def release(self, session_id: str) -> None:
-        """Nothing to let go of: the prefix cache evicts by itself."""
-
-    async def close(self) -> None:
-        """Stop the engine and its process. Closing it twice is no error."""
-        llm, self._llm = self._llm, None
-        try:
-            if llm is not None:
-                await self._stop(llm)
-        finally:
-            if self._sockets is not None:
-                shutil.rmtree(self._sockets, ignore_errors=True)
-
-    async def _stop(self, llm: Any) -> None:
-        if llm.output_handler is not None:  # else it reports the engine's end as a failure
-            llm.output_handler.cancel()
-            await asyncio.wait([llm.output_handler])
-        await asyncio.to_thread(llm.shutdown)
-        del llm
-        gc.collect()  # it is part of cycles, and finalized at the interpreter's end it prints a traceback
-        if self._leash is not None:
-            self._leash.drop()
-
-    async def _generate(self, prompt_ids: Sequence[int], params: Any, request_id: str) -> Generation:
-        if self._llm is None:
-            raise PolicyError("policy_unavailable", "the vLLM engine is not running")
-        prompt = {"prompt_token_ids": list(prompt_ids)}
-        outputs = [output async for output in self._llm.generate(prompt, params, request_id=request_id)]
-        last = outputs[-1]  # the only one: FINAL_ONLY
-        answer = last.outputs[0]
-        if answer.finish_reason not in ("stop", "length"):
-            raise PolicyError("policy_error", f"vLLM ended the request as {answer.finish_reason!r}")
+        Raises `PolicyError`: `context_overflow` where no token has room, `policy_unavailable` where the engine is
+        dead or is closed meanwhile, `policy_timeout`, `policy_error`. Raises `ValueError` for a `structure` that vLLM
+        cannot hold an answer to: that is no fault of a server, and another try is as bad.
+        """
+        arrived = time.monotonic()
+        async with self._let_in():
+            waited = time.monotonic() - arrived
+            running = self._running()
+            room = require_room(len(prompt_ids), self.max_model_len)
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+            reasoning: dict[str, Any] = {}
+            if structure is not None:
+                require_structure(structure, running.llm)
+                reasoning = self._parser.reasoning(prompt_ids) if self._parser is not None else {}
+            with translated(f"generate behind {len(prompt_ids)} tokens"):
+                params = sampling_params(sampling, structure)
+                async with asyncio.timeout(self._timeout_sec):
+                    output = await self._generate(running, prompt_ids, params, request_id, **reasoning)
+        answer = output.outputs[0]
         ids = list(answer.token_ids)
+        versions = [int(span.version) for span in answer.weight_versions or ()] or [self.version]
+        parsed = None
+        if self._parser is not None:
+            ended = answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
+            parsed = self._parser.parse(prompt_ids, ids, ended=ended, tools=tools, session_id=session_id)
         return Generation(
             ids=ids,
             logprobs=[at[number].logprob for number, at in zip(ids, answer.logprobs, strict=True)],
             finish_reason=answer.finish_reason,
-            queue_seconds=max(0.0, last.metrics.scheduled_ts - last.metrics.queued_ts),
-            generate_seconds=max(0.0, last.metrics.last_token_ts - last.metrics.scheduled_ts),
-            cached_tokens=last.num_cached_tokens or 0,
-            version=self.version,
+            queue_seconds=waited + max(0.0, output.metrics.scheduled_ts - output.metrics.queued_ts),
+            generate_seconds=max(0.0, output.metrics.last_token_ts - output.metrics.scheduled_ts),
+            cached_tokens=output.num_cached_tokens or 0,
+            version=versions[0],
+            version_end=versions[-1],
+            parsed=parsed,
+            structured=structure is not None,
         )
 
-    def _load(self) -> Any:
-        for name, value in QUIET_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        self._sockets = tempfile.mkdtemp(prefix="rollcage-vllm-")
-        os.environ["VLLM_RPC_BASE_PATH"] = self._sockets  # it leaves its sockets there
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
+    async def check(self, timeout_sec: float = 120.0) -> None:
+        """Raise `PolicyError` unless the engine generates a token now: a port or a process proves nothing.
 
-        settings: dict[str, Any] = {"model": self.model, "enable_log_requests": False}
-        if current_platform.is_cpu():
-            settings |= CPU_ARGUMENTS
-            os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads()))
-            for name, value in CPU_ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
-        settings |= self._engine_args
-        settings["disable_log_stats"] = False  # without its statistics a request has no times
+        A token of any request counts, which tells an engine that is busy from one that hangs: one of our own would
+        have to wait behind all others. It is asked for all the same, for an engine that has nothing else to do. While
+        weights are replaced nothing is generated: that has its own time, `UPDATE_SEC`, and passes here.
+        """
+        if self._update.locked():
+            return
+        running = self._running()
+        own = asyncio.ensure_future(self._one_token(running))
+        others = asyncio.ensure_future(running.recorder.progress())
         try:
-            arguments = AsyncEngineArgs(**settings)
-        except TypeError as error:
-            raise ValueError(f"vLLM does not take these engine arguments: {error}") from error
+            done, _ = await asyncio.wait(
+                (own, others), timeout=timeout_sec, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            own.cancel()
+            others.cancel()
+            await asyncio.wait((own, others))
+        if self._update.locked():
+            return
+        if own in done:
+            own.result()
+        elif others not in done:
+            said = f"vLLM's engine could not generate one token within {timeout_sec:g} s"
+            raise PolicyError("policy_unavailable", said, policy_fault(TimeoutError(said), "check").evidence)
+
+    async def load(self) -> EngineLoad:
+        """As of the engine's last step; asks nobody. Raises `PolicyError` (`policy_unavailable`) without an engine."""
+        running = self._running()
+        if running.llm.errored:
+            raise PolicyError("policy_unavailable", "vLLM's engine is dead")
+        unfinished = running.llm.get_num_unfinished_requests()
+        return running.recorder.load(unfinished=unfinished, version=self.version)
+
+    async def update_weights(
+        self, path: str, version: int, *, in_flight: Literal["finish", "continue"]
+    ) -> How:
+        """Answers come from the weights at `path`, as `version`, from now on. Returns how they were taken.
+
+        `path` is a model's directory, or a LoRA adapter's where the engine serves one. Requests under way `finish`
+        first, or `continue` with the new weights. A restart cannot continue them: they finish. The prefix cache is
+        emptied. Updates follow each other.
+
+        Raises `ValueError` for a path that cannot be loaded, with everything as it was, and `PolicyError`
+        (`policy_unavailable`) where the change failed on the way: the engine is then closed, never half loaded.
+        """
+        async with self._update:
+            llm, given = self._running().llm, self._engine_args.get("max_lora_rank")
+            how = await asyncio.to_thread(how_to_update, llm, self.model, self.lora, Path(path), given)
+            self._open.clear()
+            try:
+                if how == "restart" or in_flight == "finish":
+                    await self._idle.wait()
+                if how == "restart":
+                    await self._restart(path, version)
+                else:
+                    await self._replace(how, path, version)
+            finally:
+                self._open.set()
+            return how
+
+    async def release(self, session_id: str) -> None:
+        """The prefix cache evicts by itself; the ids of tool calls are forgotten."""
+        if self._parser is not None:
+            self._parser.forget(session_id)
+
+    async def close(self) -> None:
+        """Stop the engine and its processes, within 20 s also where they hang; requests under way end
+        `policy_unavailable`. Closing it twice is no error."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            await launched.close()
+
+    async def _start(self) -> None:
+        require = (self._tool_parser, self._reasoning_parser)
+        if any(require):
+            await asyncio.to_thread(require_parsers, *require)
+        lora = None if self.lora is None else Path(self.lora[1])
+        arguments = {"tokenizer": self._tokenizer_from, **self._engine_args}
+        loading = asyncio.ensure_future(
+            asyncio.to_thread(
+                launch, self.model, arguments, lora=lora, reasoning_parser=self._reasoning_parser
+            )
+        )
         try:
-            return AsyncLLM.from_engine_args(arguments)
-        except (RuntimeError, ValueError, OSError) as error:
-            said = f"vLLM did not start with {self.model}: {error}"
+            self._launched = await asyncio.shield(loading)
+        except asyncio.CancelledError:  # a thread cannot be called off: wait for what it makes, to close it
+            await asyncio.wait([loading])
+            if not loading.cancelled() and loading.exception() is None:
+                self._launched = loading.result()
+            raise
+        llm = self._launched.llm
+        self.max_model_len = llm.model_config.max_model_len
+        self.tokenizer = llm.get_tokenizer()
+        if any(require):
+            self._parser = AnswerParser(
+                self.tokenizer,
+                llm.model_config,
+                tool_parser=self._tool_parser,
+                reasoning_parser=self._reasoning_parser,
+                template_kwargs=self._template_kwargs,
+            )
+        if self.lora is not None:
+            await try_adapter(llm, self.lora[0], LORA_ID, self.lora[1])
+        await llm.update_weight_version(str(self.version))
+
+    async def _restart(self, path: str, version: int) -> None:
+        self._running()
+        await self.close()
+        self._now_at(path, version)
+        try:
+            await self._start()
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, ValueError):
+                said = f"vLLM's engine did not come back with {path}: {error}"
+                raise PolicyError("policy_unavailable", said) from error
+            raise
+
+    async def _replace(self, how: How, path: str, version: int) -> None:
+        """In the engine that runs. Once begun, the change comes to its end or the engine does."""
+        running = self._running()
+        try:
+            await replace_in_place(running.llm, how, path, version, self.lora)
+        except AdapterRefused:
+            raise
+        except Exception as error:  # vLLM hands on what was raised in its processes as a bare one
+            await self.close()
+            said = f"the vLLM engine was closed half loaded: {error}"
             raise PolicyError("policy_unavailable", said, Evidence(said, "policy server")) from error
+        except BaseException:
+            await self.close()
+            raise
+        self._now_at(path, version)
 
+    def _now_at(self, path: str, version: int) -> None:
+        if self.lora is not None and is_adapter(Path(path)):
+            self.lora = (self.lora[0], path)
+        else:
+            self.model = path
+            if any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+                self._tokenizer_from = path
+        self.version = version
 
-def cpu_threads() -> int:
-    """OpenMP threads of an engine without a GPU: half of the CPUs. A second thread on the same core gains
-    little alone, and much is lost when one of them waits for a core that a sandbox has: with 12 runnable
-    processes on 2 CPUs, 2 threads have been seen to give a third of what 1 gives."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+    async def _generate(
+        self, running: Launched, prompt_ids: Sequence[int], params: Any, request_id: str, **reasoning: Any
+    ) -> Any:
+        """vLLM's output, which has one answer and is the only one (FINAL_ONLY)."""
+        from vllm.lora.request import LoRARequest
 
+        prompt = {"prompt_token_ids": list(prompt_ids)}
+        lora = None if self.lora is None else LoRARequest(self.lora[0], LORA_ID, self.lora[1])
+        made = running.llm.generate(prompt, params, request_id=request_id, lora_request=lora, **reasoning)
+        outputs = [output async for output in made]
+        if (reason := outputs[-1].outputs[0].finish_reason) not in ("stop", "length"):
+            raise PolicyError("policy_error", f"vLLM ended the request as {reason!r}")
+        return outputs[-1]
 
-def _children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    async def _one_token(self, running: Launched) -> None:
+        with translated("generate one token"):
+            params = sampling_params(Sampling(temperature=0.0, max_tokens=1))
+            await self._generate(running, [1], params, f"check-{uuid.uuid4().hex}")
 
+    @asynccontextmanager
+    async def _let_in(self) -> AsyncIterator[None]:
+        while not self._open.is_set():
+            await self._open.wait()
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
 
-def _sampling_params(sampling: Sampling) -> Any:
-    """vLLM's own, for one final output with the log-probability of each sampled token. The stop string stays
-    in the text, as its tokens stay in the ids. Text is made only where a stop string must be found in it."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop=list(sampling.stop),
-        seed=sampling.seed,
-        **{
-            "logprobs": 0,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-            "include_stop_str_in_output": True,
-            "detokenize": bool(sampling.stop),
-            **sampling.extra,
-        },
-    )
-
-
-def _status(error: BaseException) -> int:
-    """The HTTP status that vLLM's server gives to this error of its engine."""
-    from vllm.exceptions import VLLMClientError
-
-    return 400 if isinstance(_cause(error), VLLMClientError | ValueError) else 500
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What is behind vLLM's `EngineGenerateError`, which says nothing itself."""
-    return error if str(error) or error.__cause__ is None else error.__cause__
+    def _running(self) -> Launched:
+        if self._launched is None:
+            raise PolicyError("policy_unavailable", "the vLLM engine is not running")
+        return self._launched

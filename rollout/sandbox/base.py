@@ -77,6 +77,15 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What a sandbox that begins with a saved state was before: the `image` that its agent had, and what of it had
+    been changed when the state was saved."""
+
+    image: str
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True)
 class SandboxSpec:
     """What a sandbox is made with.
 
@@ -114,6 +123,8 @@ class SandboxSpec:
     hostname: str | None = None
     shm_mb: int | None = None
     """Size of /dev/shm; None: the engine's."""
+    origin: Origin | None = None
+    """Set where `image` is a saved state: `changes` and `restore` are then about the origin's image."""
 
 
 class Shell(Protocol):

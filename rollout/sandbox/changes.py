@@ -43,6 +43,19 @@ async def changes(engine: Engine, container_id: str) -> list[Change]:
     ]
 
 
+def since(earlier: Sequence[Change], later: Sequence[Change]) -> list[Change]:
+    """What differs from an image, where `earlier` had been changed of it before `later` was."""
+    found = {change.path: change for change in earlier}
+    for change in later:
+        before = found.get(change.path)
+        if before is None or change.kind == "deleted":
+            found[change.path] = change
+        elif before.kind == "deleted":
+            found[change.path] = Change(change.path, "modified")
+    was_added = {change.path for change in earlier if change.kind == "added"}
+    return [one for one in found.values() if one.kind != "deleted" or one.path not in was_added]
+
+
 async def restore(engine: Engine, container_id: str, image: str, paths: Sequence[str]) -> None:
     """Put these files and directories of the image back into the container, over whatever is there.
 

@@ -42,6 +42,9 @@ END_SEC = 5.0
 """From the end of the attached stream to the engine's knowing that the container has ended."""
 END_POLL_SEC = 0.05
 
+_SHARED_MEMORY = """for f in /dev/shm/* /dev/shm/.[!.]* /dev/shm/..?*; do
+if [ -e "$f" ] || [ -h "$f" ]; then printf '%s\\n' "$f"; fi; done"""
+
 _ROOT = frozenset({"", "root", "0", "0:0", "root:root"})
 _image_users: dict[str, str] = {}
 """By image id, which is a digest: what it stands for never changes."""
@@ -261,11 +264,30 @@ class DockerSandbox:
 
     async def changes(self) -> list[Change]:
         """See `Sandbox.changes`."""
-        return await changes.changes(self._engine, self.id)
+        found = await changes.changes(self._engine, self.id)
+        origin = self.spec.origin
+        return found if origin is None else changes.since(origin.changes, found)
 
     async def restore(self, paths: Sequence[str]) -> None:
         """See `Sandbox.restore`."""
-        await changes.restore(self._engine, self.id, self.spec.image, paths)
+        image = self.spec.image if self.spec.origin is None else self.spec.origin.image
+        await changes.restore(self._engine, self.id, image, paths)
+
+    async def shared_memory(self) -> list[str]:
+        """What lies in /dev/shm right after `stop_processes`. A fork of PID 1 says so with builtins, out of an agent's
+        reach. Raises `SandboxError`."""
+        async with self._link.lock:
+            try:
+                async with asyncio.timeout(CLEAR_SEC):
+                    command = await self._link.ask(_SHARED_MEMORY)
+            except TimeoutError:
+                raise SandboxError(
+                    "container_lost", f"PID 1 did not answer within {CLEAR_SEC:.0f} s"
+                ) from None
+            except LinkClosed:
+                raise await self._lost() from None
+        found = command.stdout.bytes() if command.stdout is not None else b""
+        return found.decode("utf-8", "replace").splitlines()
 
     async def state(self) -> SandboxState:
         """See `Sandbox.state`. `oom_killed` is also true where the kernel has killed a process of a sandbox

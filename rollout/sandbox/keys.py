@@ -15,27 +15,51 @@ _CURSOR = {"Up": b"A", "Down": b"B", "Right": b"C", "Left": b"D", "Home": b"H", 
 _OTHER_NAMES = {
     "Delete": "DC", "Insert": "IC", "PageUp": "PPage", "PgUp": "PPage", "PageDown": "NPage", "PgDn": "NPage",
 }  # fmt: skip
-_CONTROL = re.compile(r"(?:C-|\^)([@-_a-z?])")
-_META = re.compile(r"M-(.+)", re.DOTALL)
+_BY_NAME = {name.lower(): name for name in (*_FIXED, *_CURSOR)} | {
+    other.lower(): name for other, name in _OTHER_NAMES.items()
+}
+_CONTROL = re.compile(r"(?:[Cc]-|\^)(.)")
+_MODIFIED = re.compile(r"((?:[CMScms]-)+)(.+)", re.DOTALL)
+_PARTS = re.compile(rb"\x1b(?:\[(\d+)~|[O\[]([A-DFHP-S]))")
 
 
 def key(name: str, *, application: bool = False) -> bytes | None:
-    """The bytes of a key: `Enter`, `Up`, `F5`, `C-c` or `^c`, `M-x`, `C-Space`, `q`; None for a name of no key.
+    """The bytes of a key: `Enter`, `Up`, `F5`, `C-c` or `^c`, `M-x`, `C-Left`, `C-Space`, `q`; None for a name of no
+    key. As in tmux, the case of names is not looked at, and that of characters is.
 
     `application`: the program has asked for its own codes of the cursor keys, as vim and less do.
     """
-    name = _OTHER_NAMES.get(name, name)
-    if name in _FIXED:
-        return _FIXED[name]
-    if name in _CURSOR:
-        return (b"\x1bO" if application else b"\x1b[") + _CURSOR[name]
-    if name == "C-Space":
-        return b"\0"
     if len(name) == 1:
-        return name.encode()
+        return name.encode("utf-8", "replace")
+    known = _BY_NAME.get(name.lower())
+    if known in _CURSOR:
+        return (b"\x1bO" if application else b"\x1b[") + _CURSOR[known]
+    if known is not None:
+        return _FIXED[known]
     if control := _CONTROL.fullmatch(name):
-        return b"\x7f" if control[1] == "?" else bytes([ord(control[1].upper()) & 0x1F])
-    if meta := _META.fullmatch(name):
-        inner = key(meta[1], application=application)
-        return None if inner is None else b"\x1b" + inner
+        return _control(control[1])
+    if modified := _MODIFIED.fullmatch(name):
+        return _modified({letter.upper() for letter in modified[1][::2]}, modified[2])
     return None
+
+
+def _modified(modifiers: set[str], name: str) -> bytes | None:
+    """A key with `C`ontrol, `M`eta or `S`hift held: xterm's number for them in its code, or else what the modifiers
+    make of a character."""
+    plain = key(name)
+    if plain is not None and (parts := _PARTS.fullmatch(plain)):
+        code = 1 + ("S" in modifiers) + 2 * ("M" in modifiers) + 4 * ("C" in modifiers)
+        number, letter = parts.groups()
+        return b"\x1b[%b;%d%b" % (number or b"1", code, letter or b"~")
+    if "S" in modifiers:
+        return b"\x1b[Z" if modifiers == {"S"} and plain == b"\t" else None
+    if "C" in modifiers:
+        plain = _control("@" if plain == b" " else name)
+    return plain if plain is None or "M" not in modifiers else b"\x1b" + plain
+
+
+def _control(character: str) -> bytes | None:
+    """What a character is with Control held; None for one that has no such code, or a longer text."""
+    if character == "?":
+        return b"\x7f"
+    return bytes([ord(character.upper()) & 0x1F]) if re.fullmatch("[@-_a-z]", character) else None

@@ -20,6 +20,7 @@ from rollcage.rollout.sandbox.images import BuiltImage, Images
 from rollcage.rollout.sandbox.networks import NetworkLease, Networks
 from rollcage.rollout.sandbox.services import Group, Services
 from rollcage.rollout.sandbox.settings import SandboxSettings
+from rollcage.rollout.sandbox.states import STATE_LABELS
 from rollcage.rollout.sandbox.trust import load_trust, sandbox_env
 from rollcage.rollout.task import Environment, resolve_env
 
@@ -263,10 +264,12 @@ class Maker:
             pids=settings.pids,
             deadline_sec=life_sec,
             runtime=settings.runtime,
+            origin=image.origin,
             labels={
                 "rollcage.job": self.job,
                 "rollcage.host": self.host,
                 "rollcage.rollout": attempt_id,
                 "rollcage.deadline": str(int(time.time() + life_sec)),
+                **({} if image.origin is None else dict.fromkeys(STATE_LABELS, "")),
             },
         )

@@ -27,6 +27,7 @@ from rollcage.rollout.sandbox.images import BuiltImage
 from rollcage.rollout.sandbox.maker import Held, Maker, Wanted
 from rollcage.rollout.sandbox.reaper import Reaped, reap
 from rollcage.rollout.sandbox.settings import SandboxSettings
+from rollcage.rollout.sandbox.states import States
 from rollcage.rollout.sandbox.warm import LIFE_SEC, Stock
 from rollcage.rollout.task import Environment
 
@@ -75,6 +76,7 @@ class SandboxPool:
         self._maker = Maker(engine, settings, host=host, job=job, give_way=self.stock.give_way)
         self.images = self._maker.images
         self.networks = self._maker.networks
+        self.states = States(engine, settings.states_disk_gb)
         self.failed_removals = self._maker.failed_removals
         self._expected: dict[str, tuple[Wanted, float]] = {}
         self._held: dict[str, Held] = {}

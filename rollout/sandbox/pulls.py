@@ -21,6 +21,7 @@ from docker.errors import ImageNotFound
 from docker.utils import parse_repository_tag
 
 from rollcage.rollout.outcome import BuildError, Evidence
+from rollcage.rollout.sandbox.base import Origin
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.faults import pull_fault
 from rollcage.rollout.sandbox.flights import Flights
@@ -56,6 +57,8 @@ class BuiltImage:
     cached: bool = True
     build_seconds: float = 0.0
     log_tail: str = ""
+    origin: Origin | None = None
+    """Set where it is a saved state (`states.py`)."""
 
 
 class Pulls:

@@ -17,7 +17,8 @@ class SandboxSettings:
     `memory_reserve_mb`: what a sandbox counts for in admission, None: its limit. `admit_memory_mb` and
     `admit_cpus`: what may be admitted at once, None: by the engine's machine. `warm`: how many sandboxes are
     started ahead. `image_disk_gb` (GiB): what our images may take of the engine's disk (`image_gc.py`). `ca_bundle`
-    and `proxies`: see `trust.py`.
+    and `proxies`: see `trust.py`. `keep_states`: whose states are saved (`none`, `failed` or `all`), and
+    `states_disk_gb` (GiB): see `states.py`.
     """
 
     docker_host: str | None = None
@@ -42,3 +43,5 @@ class SandboxSettings:
     image_disk_gb: float | None = None
     ca_bundle: str | None = None
     proxies: Proxies = field(default_factory=Proxies)
+    keep_states: str = "none"
+    states_disk_gb: float | None = None

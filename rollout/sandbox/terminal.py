@@ -72,6 +72,7 @@ class DockerTerminal:
         self._column = 0
         self._note = ""
         self._tty: Tty | None = None
+        self._started = False
         self._reading: asyncio.Task[None] | None = None
         self._behind = False
         self._printed_at = 0.0
@@ -208,12 +209,17 @@ class DockerTerminal:
     async def _open(self, columns: int, rows: int) -> Tty:
         try:
             async with asyncio.timeout(START_SEC):
-                return await open_tty(self._engine, self._id, self._user, self._env, columns, rows)
+                tty = await open_tty(self._engine, self._id, self._user, self._env, columns, rows)
         except TimeoutError:
+            error_class = "agent_killed_sandbox" if self._started else "container_start"
             said = f"no terminal of the sandbox answers within {START_SEC:.0f} s"
-            raise await self._owner.loss() or SandboxError("container_start", said) from None
+            raise await self._owner.loss() or SandboxError(error_class, said) from None
         except SandboxError as error:
+            if self._started and error.error_class == "container_config":
+                error = SandboxError("agent_killed_sandbox", error.message, error.evidence)
             raise await self._owner.loss() or error from None
+        self._started = True
+        return tty
 
     async def _read(self, tty: Tty) -> None:
         """Emulate until the stream ends."""

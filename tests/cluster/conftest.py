@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
+
+from rollcage.cluster.config import load_job
+from rollcage.cluster.driver import Driver
+from rollcage.cluster.host import HostClient, HostSpec, SandboxHost
+from rollcage.cluster.job import client_policies
+from rollcage.cluster.ledger import Ledger
+from rollcage.cluster.plan_tasks import host_spec, make_plan
+from rollcage.cluster.progress import JobProgress
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; these helpers are this folder's alone
 
 DOCKERFILE = "FROM debian:bookworm-slim\nWORKDIR /app\n"
 SOLVE = "#!/bin/sh\necho hello >/app/hello\n"
@@ -41,3 +55,45 @@ def write_task(tmp_path: Path) -> WriteTask:
         return root
 
     return write
+
+
+class LocalHosts:
+    """The one host of a job that is run in the tests' own process."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self._spec = spec
+
+    async def start(self) -> list[HostClient]:
+        host = SandboxHost(self._spec)
+        await host.open()
+        return [host]
+
+    async def replace(self, lost: HostClient) -> HostClient | None:
+        return None
+
+
+def run_here(settings: Mapping[str, Any]) -> Path:
+    """Run a job without Ray; `settings` are those of `load_job`, with an `output`, which is returned."""
+    config = load_job(None, (), settings)
+    plan = make_plan(config)
+    tasks = [
+        {"task": key.name, "digest": key.digest, "path": str(task.path)} for key, task in plan.tasks.items()
+    ]
+    job = {"job": plan.job, "config": config.model_dump(mode="json"), "tasks": tasks}
+    assert config.output is not None
+    ledger = Ledger.create(config.output, job)
+
+    async def run() -> None:
+        progress = JobProgress(sum(1 for _ in plan.rollouts()), Console(stderr=True))
+        with progress:
+            spec = host_spec(config, plan, client_policies(config))
+            await Driver(plan, ledger, LocalHosts(spec), progress).run()
+        await ledger.finish({"job": plan.job})
+
+    asyncio.run(run())
+    return Path(config.output)
+
+
+@pytest.fixture(scope="session", name="run_here")
+def _run_here() -> Callable[[Mapping[str, Any]], Path]:
+    return run_here

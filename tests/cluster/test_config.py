@@ -320,3 +320,12 @@ def test_the_demo_is_six_tasks_by_three_agents_and_every_line_of_it_is_explained
 def test_a_configuration_can_be_shipped_and_read_back(job) -> None:
     config = load_job(job("tasks: tasks\nagent: oracle\nretries: {docker_timeout: 1}\n"))
     assert JobConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_an_agent_that_calls_tools_needs_a_policy_whose_calls_are_told_from_its_text(job) -> None:
+    text = "tasks: tasks\nagents: [tools]\npolicies: {{p: {{kind: vllm, model: x{}}}}}\n"
+    (said,) = problems(job(text.format("")))
+    assert said.startswith("job.yaml:3: policies.p: agent 'tools' calls tools, and nothing tells")
+    assert load_job(job(text.format(", tool_parser: hermes"))).agents[0].name == "tools"
+    structured = text.replace("[tools]", "[{{name: tools, options: {{structured: true}}}}]").format("")
+    assert load_job(job(structured)).agents[0].options == {"structured": True}

@@ -598,6 +598,30 @@ async def test_after_the_grace_what_still_runs_is_cancelled(
     assert (await job).outcomes == {("cancelled", "cancelled"): 3}
 
 
+async def test_once_money_runs_out_what_runs_ends_without_a_limit_and_an_interrupt_cancels_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "GRACE_SEC", 0.05)
+    world = World(tmp_path, tasks=1, samples=5, concurrency=3)
+    held = Held(world)
+    job = asyncio.ensure_future(world.drive())
+    await until(lambda: len(world.asked) == 3)
+    world.driver.run_out()
+    await asyncio.sleep(0.2)
+    assert all(host.cancels == 0 for host in world.hosts)
+    held.go.set()
+    assert (await job).outcomes == {("passed", None): 3, ("cancelled", "cancelled"): 2}
+
+    world = World(tmp_path / "again", tasks=1, samples=5, concurrency=3)
+    Held(world)
+    job = asyncio.ensure_future(world.drive())
+    await until(lambda: len(world.asked) == 3)
+    world.driver.run_out()
+    world.driver.run_out()
+    world.driver.stop()
+    assert (await job).outcomes == {("cancelled", "cancelled"): 5}
+
+
 async def test_what_waits_for_a_retry_is_cancelled_at_the_first_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

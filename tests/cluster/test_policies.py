@@ -1,7 +1,6 @@
-"""Policy replicas in Ray: routing, and what becomes of a rollout's turn when one dies.
+"""Policy replicas in Ray: what becomes of a rollout's turn when a replica dies, hangs, drains or is full.
 
-Routing is tested on actors that answer at once; the last test is the real thing, a killed vLLM and a killed
-actor.
+Engines are fake and answer at once (`fake_engine.py`), actors are real; `test_policies_vllm.py` has the real thing.
 """
 
 from __future__ import annotations
@@ -10,203 +9,207 @@ import asyncio
 import os
 import pickle
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 import ray
+from fake_engine import DIE, DIE_ONCE, END_ACTOR, GATE, HANG, HANG_ONCE, OVERFLOW, REFUSE, WAIT
+from serving import Serving, serving, until
 
-from rollcage.cluster.policies import (
-    PolicyReplica,
-    ReplicaInfo,
-    Replicas,
-    replica_policy,
-    start_replicas,
-    stop_replicas,
-)
 from rollcage.rollout.outcome import PolicyError
-from rollcage.rollout.policies import smollm2
-from rollcage.rollout.policies.base import Sampling
-from rollcage.rollout.policies.engine import Generation
-from rollcage.rollout.policies.scripted import ByteTokenizer
-from rollcage.rollout.trajectory import Message
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False)
+    ray.init(
+        num_cpus=2, num_gpus=4, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False
+    )
     yield
     ray.shutdown()
 
 
-class AnswersAtOnce:
-    """An actor with `PolicyReplica`'s calls: the process's id is its one token."""
-
-    def __init__(self) -> None:
-        self.cancelled = asyncio.Event()
-        self.well = asyncio.Event()
-        self.well.set()
-
-    async def info(self) -> ReplicaInfo:
-        await self.well.wait()
-        return ReplicaInfo(ByteTokenizer(), 4096)
-
-    async def generate(self, prompt_ids: Any, sampling: Sampling, request_id: str, session_id: str) -> Any:
-        if sampling.max_tokens == 2:
-            self.well.clear()
-            raise PolicyError("policy_unavailable", "vLLM's engine is dead")
-        if sampling.max_tokens == 3:
-            try:
-                await asyncio.sleep(600)
-            except asyncio.CancelledError:
-                self.cancelled.set()
-                raise
-        return Generation([os.getpid()], [0.0], "stop", 0.0, 0.0)
-
-    async def was_cancelled(self) -> bool:
-        return await self.cancelled.wait()
-
-    async def mend(self) -> None:
-        self.well.set()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_replicas(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
+    async with serving(tmp_path_factory.mktemp("model")) as p:
+        assert sorted(line.split(" after")[0] for line in p.said) == [
+            "policy p: replica 1 of 2 ready",
+            "policy p: replica 2 of 2 ready",
+        ]
+        yield p
 
 
-@pytest_asyncio.fixture
-async def actors() -> AsyncIterator[list[Any]]:
-    made = [
-        ray.remote(AnswersAtOnce).options(num_cpus=0, max_restarts=-1, max_concurrency=99).remote()
-        for _ in range(2)
-    ]
-    yield made
-    for actor in made:
-        ray.kill(actor, no_restart=True)
+@pytest_asyncio.fixture(loop_scope="module")
+async def p(two_replicas: Serving) -> Serving:
+    """Two replicas that are well."""
+    return await two_replicas.fresh()
 
 
-async def replicas(actors: list[Any]) -> Replicas:
-    return Replicas(actors, await actors[0].info.remote(), request_timeout_sec=60.0)
-
-
-async def who(engine: Replicas, session: str, max_tokens: int = 1) -> int:
-    sampling = Sampling(max_tokens=max_tokens)
-    made = await engine.generate([1], sampling, request_id=f"{session}-r", session_id=session)
-    return made.ids[0]
-
-
-async def test_sessions_stay_with_their_replica_and_new_ones_go_where_there_are_fewest(
-    actors: list[Any],
-) -> None:
-    engine = await replicas(actors)
-    first = [await who(engine, f"s{i}") for i in range(6)]
-    assert sorted(first.count(pid) for pid in set(first)) == [3, 3]
-    assert [await who(engine, f"s{i}") for i in range(6)] == first
+async def test_sessions_stay_where_they_are_and_all_processes_share_one_router(p: Serving) -> None:
+    first = [await p.who(f"s{i}") for i in range(4)]
+    other = pickle.loads(pickle.dumps(p.engine))  # as in another process
+    more = [await p.who(f"t{i}", other) for i in range(4)]
+    assert set(Counter(first + more).values()) == {4}
+    assert [await p.who(f"s{i}") for i in range(4)] == first
+    assert [await p.who(f"t{i}", other) for i in range(4)] == more
+    left = first[0]
     for i, pid in enumerate(first):
-        if pid == first[0]:
-            await engine.release(f"s{i}")
-    assert [await who(engine, f"new{i}") for i in range(3)] == [first[0]] * 3
+        if pid == left:
+            await p.engine.release(f"s{i}")
+    await until(lambda: len(p.noted("released")) == 2)
+    for i in range(2):
+        await p.served._sync()
+        assert await p.who(f"new{i}", other) == left
+    for session in (*(f"t{i}" for i in range(4)), "new0", "new1"):
+        await other.release(session)
 
 
-async def test_each_process_that_is_given_the_replicas_routes_on_its_own(actors: list[Any]) -> None:
-    engine = await replicas(actors)
-    there = await who(engine, "s")
-    copy = pickle.loads(pickle.dumps(engine))
-    assert await who(copy, "other") == there
-    assert copy.max_model_len == 4096
+async def test_a_turn_whose_engine_dies_is_answered_by_another_and_only_its_wait_is_seen(p: Serving) -> None:
+    at = await p.who("s")
+    beside = asyncio.ensure_future(p.turn("s", GATE))
+    await until(lambda: f"{at} s {GATE}" in p.noted("turns"))
+    made = await p.turn("s", DIE_ONCE)
+    assert made.ids != [at]
+    assert made.queue_seconds > 0.0
+    assert await p.who("s") == made.ids[0], "the session has moved"
+    (p.model / "gate").touch()
+    assert (await beside).ids == made.ids
+    await until(lambda: sorted(p.restarts) == [0, 1])
+    assert any("is well again (the engine is dead)" in line for line in p.said)
+    await p.until_ready()
+    assert {await p.who(f"new{i}") for i in range(4)} == {at, made.ids[0]}
 
 
-async def test_a_dead_engine_is_unavailable_and_left_out_until_it_is_well(actors: list[Any]) -> None:
-    engine = await replicas(actors)
-    dead = await who(engine, "s")
+async def test_a_request_that_engines_die_of_does_not_take_others_with_it(p: Serving) -> None:
+    """Ten turns are beside it on both engines; it is told from them, and they are all answered."""
+    beside = [asyncio.ensure_future(p.turn(f"s{i}", GATE)) for i in range(10)]
+    await until(lambda: len(p.noted("turns")) == 10)
+    with pytest.raises(PolicyError, match="engines ended") as error:
+        await p.turn("poison", DIE)
+    assert error.value.error_class == "policy_error"
+    (p.model / "gate").touch()
+    assert len(await asyncio.gather(*beside)) == 10
+    assert sum(p.restarts) <= 3
+
+
+async def test_what_an_engine_says_of_the_request_itself_is_not_tried_again(p: Serving) -> None:
+    for what, error_class in ((OVERFLOW, "context_overflow"), (REFUSE, "policy_error")):
+        with pytest.raises(PolicyError) as error:
+            await p.turn("s", what)
+        assert error.value.error_class == error_class
+    assert len(p.noted("turns")) == 2
+    assert p.restarts == [0, 0]
+
+
+async def test_a_hung_engine_is_noticed_and_replaced_and_its_turns_go_on(p: Serving) -> None:
+    at = await p.who("s")
+    beside = asyncio.ensure_future(p.turn("s", WAIT))
+    await until(lambda: f"{at} s {WAIT}" in p.noted("turns"))
+    made = await p.turn("s", HANG_ONCE)
+    assert made.ids != [at]
+    assert made.queue_seconds > 1.0
+    beside.cancel()
+    await until(lambda: sorted(p.restarts) == [0, 1])
+    assert any("hangs: it generated no token within 1 s" in line for line in p.said)
+    assert str(at) in p.noted("closed")
+
+
+async def test_where_there_is_no_replica_for_too_long_the_turn_says_what_was_wrong(tmp_path: Path) -> None:
+    async with serving(tmp_path, replicas=1, retry_sec=1.5) as p:
+        await p.who("s")
+        (tmp_path / "refuse").write_text("no memory left")
+        with pytest.raises(PolicyError) as error:
+            await p.turn("s", DIE)
+        assert error.value.error_class == "policy_unavailable"
+        assert "the engine is dead" in error.value.message
+        with pytest.raises(
+            PolicyError, match=r"replica 1: down \(policy_unavailable: no memory left\)"
+        ) as error:
+            await p.turn("t")
+        (tmp_path / "refuse").unlink()
+        await p.until_ready(1)
+        assert await p.who("t")
+
+
+async def test_a_turn_on_engines_that_hang_ends_as_a_timeout(tmp_path: Path) -> None:
+    async with serving(tmp_path, replicas=1, retry_sec=0.2) as p:
+        (tmp_path / "gate").touch()
+        await p.who("s")
+        hanging = asyncio.ensure_future(p.turn("s", HANG))
+        await until(lambda: len(p.noted("turns")) == 2)
+        (tmp_path / "refuse").write_text("no memory left")
+        with pytest.raises(PolicyError) as error:
+            await hanging
+        assert error.value.error_class == "policy_timeout"
+
+
+async def test_a_killed_actor_is_started_again_and_rollouts_go_on(tmp_path: Path) -> None:
+    async with serving(tmp_path, replicas=1) as p:
+        pid = await p.who("s")
+        turns = [asyncio.ensure_future(p.turn(f"s{i}", GATE)) for i in range(3)]
+        await until(lambda: len(p.noted("turns")) == 4)
+        os.kill(pid, signal.SIGKILL)
+        (tmp_path / "gate").touch()
+        answers = await asyncio.gather(*turns)
+        assert {answer.ids[0] for answer in answers} != {pid}
+        assert all(answer.queue_seconds > 0.5 for answer in answers)
+        assert p.served.status()[0]["restarts"] == 1
+
+
+async def test_a_request_that_ends_actors_ends_too(p: Serving) -> None:
     with pytest.raises(PolicyError) as error:
-        await who(engine, "s", max_tokens=2)
-    assert type(error.value) is PolicyError
-    assert error.value.error_class == "policy_unavailable"
-    assert error.value.message == "vLLM's engine is dead"
-    await engine.release("s")
-    others = {await who(engine, f"beside{i}") for i in range(3)}
-    assert len(others) == 1
-    assert dead not in others
-    await asyncio.gather(*(actor.mend.remote() for actor in actors))
-    async with asyncio.timeout(20):
-        await asyncio.gather(*engine._recovering.values())
-    assert await who(engine, "well") == dead
+        await p.turn("s", END_ACTOR)
+    assert error.value.error_class == "policy_error"
+    await p.until_ready()
+    assert await p.who("t")
 
 
-async def test_a_killed_actor_is_unavailable_and_rollouts_go_on_elsewhere(actors: list[Any]) -> None:
-    engine = await replicas(actors)
-    pid = await who(engine, "s")
-    os.kill(pid, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
-    waiting = [asyncio.ensure_future(who(engine, "s")) for _ in range(3)]
-    answers = await asyncio.gather(*waiting, return_exceptions=True)
-    for answer in answers:  # refused while it was down, or answered by the one that Ray started in its place
-        assert isinstance(answer, int) or getattr(answer, "error_class", "") == "policy_unavailable"
-    await engine.release("s")
-    assert await who(engine, "next") != pid
-
-
-async def test_a_request_that_is_called_off_is_called_off_at_the_replica(actors: list[Any]) -> None:
-    engine = await replicas(actors[:1])
-    pid = await who(engine, "s")
-    waiting = asyncio.ensure_future(who(engine, "s", max_tokens=3))
-    assert await who(engine, "s") == pid  # it has been sent: the actor takes calls in their order
+async def test_a_request_that_is_called_off_is_called_off_at_the_replica(p: Serving) -> None:
+    waiting = asyncio.ensure_future(p.turn("s", WAIT))
+    await until(lambda: len(p.noted("turns")) == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    async with asyncio.timeout(20):
-        assert await actors[0].was_cancelled.remote()
+    await until(lambda: len(p.noted("cancelled")) == 1)
+    await until(lambda: p.served.status()[0]["running"] == 0)
 
 
-async def test_an_unknown_engine_argument_is_the_users_error() -> None:
-    actors = start_replicas("some-model", {"max_model_length": 5})
-    try:
-        with pytest.raises(ValueError, match="max_model_length"):
-            await replica_policy(actors)
-    finally:
-        await stop_replicas(actors)
+async def test_the_routers_death_loses_no_rollout_and_no_count(p: Serving) -> None:
+    at = {f"s{i}": await p.who(f"s{i}") for i in range(4)}
+    running = asyncio.ensure_future(p.turn("s0", GATE))
+    ray.kill(p.served._router, no_restart=False)
+    answers = await asyncio.gather(*(p.who(f"new{i}") for i in range(4)))
+    assert {session: await p.who(session) for session in at} == at
+    (p.model / "gate").touch()
+    assert (await running).ids == [at["s0"]]
+    assert set(answers) <= set(at.values())
+    await until(lambda: sum(replica["sessions"] for replica in p.served.status()) == 8)
 
 
-def processes() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "VLLM" in p.name()]
-
-
-@pytest.mark.vllm
-async def test_vllm_is_replaced_when_its_engine_or_its_actor_is_killed() -> None:
-    actors = start_replicas(str(smollm2.prepare()), {"max_model_len": 512, "max_num_seqs": 8})
-    try:
-        policy = await replica_policy(actors, name="small")
-
-        async def ask(session_id: str, max_tokens: int = 12) -> str:
-            session = policy.session(session_id, task="t", sample=0)
-            sampling = Sampling(temperature=0.0, max_tokens=max_tokens, extra={"ignore_eos": max_tokens > 12})
-            try:
-                completion, _ = await session.complete(
-                    [Message("user", "What is the capital of France?")], sampling
-                )
-                return completion.text
-            finally:
-                await session.close()
-
-        assert await ask("first") == "The capital of France is Paris."
-
-        waiting = asyncio.ensure_future(ask("cut", 400))
-        await ask("beside")  # the engine is at work on the long answer too
-        next(p for p in processes() if "EngineCore" in p.name()).kill()
-        with pytest.raises(PolicyError) as error:
-            await waiting
-        assert error.value.error_class == "policy_unavailable"
-        assert await ask("after the engine") == "The capital of France is Paris."
-
-        engines = processes()
-        actor = engines[0].parents()
-        pid = next(p.pid for p in actor if PolicyReplica.__name__ in " ".join([p.name(), *p.cmdline()]))
-        os.kill(pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(engines, timeout=20)
-        assert not alive, "the engine's processes outlived their actor"
-        assert await ask("after the actor") == "The capital of France is Paris."
-    finally:
-        await stop_replicas(actors)
-    _, alive = psutil.wait_procs(processes(), timeout=20)
-    assert not alive
+async def test_scaling_down_drains_and_scaling_up_starts_more(tmp_path: Path) -> None:
+    async with serving(tmp_path) as p:
+        stays, goes = await p.who_is(1), await p.who_is(2)
+        at = {f"s{i}": await p.who(f"s{i}") for i in range(4)}
+        there = next(session for session, pid in at.items() if pid == goes)
+        running = asyncio.ensure_future(p.turn(there, GATE))
+        await until(lambda: f"{goes} {there} {GATE}" in p.noted("turns"))
+        scaling = asyncio.ensure_future(p.served.scale(1))
+        await until(lambda: p.served._replicas[2]._draining)
+        async with asyncio.timeout(20):
+            while await p.who(there) != stays:  # the call that tells the replica is under way
+                continue
+        assert {await p.who(session) for session in ("new", *at)} == {stays}
+        assert not scaling.done()
+        (tmp_path / "gate").touch()
+        assert (await running).ids == [goes], "what runs on a replica that drains ends there"
+        await scaling
+        assert [replica["replica"] for replica in p.served.status()] == [1]
+        await p.served.scale(3)
+        assert [replica["replica"] for replica in p.served.status()] == [1, 2, 3]
+        assert len({await p.who(f"more{i}") for i in range(6)}) == 3
+        with pytest.raises(ValueError, match="at least one"):
+            await p.served.scale(0)

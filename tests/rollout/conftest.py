@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import sys
+import tarfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +35,11 @@ if [ "$(cat /app/answer 2>/dev/null)" = 42 ]; then echo 1; else echo 0; fi >/log
 """
 SOLUTION = "echo 42 >/app/answer\n"
 AGENTS = "rollcage_test_agents"
+TOOLS = (
+    "FROM debian:bookworm-slim\n"
+    "RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends vim less procps python3-minimal\n"
+    "RUN useradd -m -s /bin/bash alice\n"
+)
 
 
 class Rollouts:
@@ -170,3 +178,30 @@ async def rollouts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ro
     await reap(engine, host=host, job=None, now=0, images=True)
     engine.close()
     assert (containers, volumes or []) == ([], [])  # private networks are kept for the next task
+
+
+@pytest.fixture(scope="session")
+def tools_image() -> str:
+    """An image with programs that take the whole screen. It is kept: making it takes half a minute."""
+    engine = Engine()
+    tag = f"rollcage-test/terminal:{hashlib.sha256(TOOLS.encode()).hexdigest()[:12]}"
+    if not engine.api.images(tag):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            entry = tarfile.TarInfo("Dockerfile")
+            entry.size = len(TOOLS)
+            tar.addfile(entry, io.BytesIO(TOOLS.encode()))
+        packed.seek(0)
+        lines = engine.api.build(
+            fileobj=packed,
+            custom_context=True,
+            tag=tag,
+            rm=True,
+            forcerm=True,
+            decode=True,
+            network_mode="host",
+        )
+        failed = [line["error"] for line in lines if "error" in line]
+        assert not failed, failed
+    engine.close()
+    return tag

@@ -223,7 +223,7 @@ class TestWhatNobodyForesaw:
 
     async def test_a_verifier_that_raises(self, rollouts: Any) -> None:
         class Broken:
-            async def verify(self, sandbox: Any, task: Any, step: Any) -> Any:
+            async def verify(self, sandbox: Any, task: Any, step: Any, left: Any) -> Any:
                 raise ZeroDivisionError
 
         attempt = await rollouts.attempt(rollouts.task(), verifier=Broken())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ class ServerError(Exception):
 
 WINDOW = "This model's maximum context length is 16384 tokens. However, you requested 20000 tokens"
 NO_ROOM = "max_tokens must be at least 1, got -186"
+SGLANG = "The input (61709 tokens) is longer than the model's context length (40960 tokens)."
 PROMPT = "The decoder prompt (length 9000) is longer than the maximum model length of 8192. Make sure that"
 
 
@@ -31,6 +34,7 @@ PROMPT = "The decoder prompt (length 9000) is longer than the maximum model leng
         (ValueError(WINDOW), "context_overflow"),
         (ValueError(NO_ROOM), "context_overflow"),
         (ValueError(PROMPT), "context_overflow"),
+        (ServerError(400, SGLANG), "context_overflow"),
         (ServerError(400, "temperature must be non-negative"), "policy_error"),
         (ServerError(500, WINDOW), "policy_error"),
         (RuntimeError(WINDOW), "policy_error"),
@@ -55,5 +59,10 @@ def test_failures_are_named_by_type_status_and_the_servers_word(error: Exception
 
 def test_the_wait_that_a_server_asks_for_is_kept() -> None:
     assert policy_fault(ServerError(429, "x", {"retry-after": "7"}), "generate").retry_after_sec == 7.0
-    dated = ServerError(429, "x", {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"})
-    assert policy_fault(dated, "generate").retry_after_sec is None
+    assert policy_fault(ServerError(429, "x", {"retry-after-ms": "1500"}), "generate").retry_after_sec == 1.5
+    past = ServerError(429, "x", {"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"})
+    assert policy_fault(past, "generate").retry_after_sec == 0.0
+    future = formatdate(time.time() + 100, usegmt=True)
+    asked = policy_fault(ServerError(429, "x", {"retry-after": future}), "generate").retry_after_sec
+    assert asked == pytest.approx(100, abs=20)
+    assert policy_fault(ServerError(429, "x", {"retry-after": "soon"}), "generate").retry_after_sec is None

@@ -1,38 +1,43 @@
 """vLLM itself, on the CPU, with the small model: exact tokens in and out, and how it fails.
 
-One engine serves the whole file; the test that kills it comes last.
+One engine serves the whole folder; the test that kills it comes last.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import pytest_asyncio
 
 from rollcage.rollout.outcome import PolicyError
-from rollcage.rollout.policies import smollm2
-from rollcage.rollout.policies.base import Sampling
-from rollcage.rollout.policies.engine import TokenPolicy
+from rollcage.rollout.policies.base import Sampling, Structure, Tool
+from rollcage.rollout.policies.engine import Generation, Parsed, TokenPolicy
 from rollcage.rollout.policies.vllm import VllmEngine
 from rollcage.rollout.trajectory import Message
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 CONTEXT = 512
+"""The engine's (conftest.py)."""
 GREEDY = Sampling(temperature=0.0, max_tokens=30)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(str(smollm2.prepare()), {"max_model_len": CONTEXT, "max_num_seqs": 8})
-    await engine.start()
-    yield engine
-    await engine.close()
+ENDLESS = Sampling(max_tokens=10**9, extra={"ignore_eos": True})
+
+BASH = Tool("bash", "Runs a command.", {"type": "object", "properties": {"command": {"type": "string"}}})
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+
+
+def parse(engine: VllmEngine, text: str, tools: list[Tool]) -> Parsed:
+    assert engine._parser is not None
+    ids = [*engine.tokenizer.encode(text, add_special_tokens=False), 2]
+    return engine._parser.parse([5], ids, ended=True, tools=tools, session_id="conversation")
 
 
 def user(text: str) -> list[Message]:
@@ -55,22 +60,6 @@ async def test_it_answers_and_the_sequence_goes_on_with_what_it_sampled(engine: 
     await session.close()
 
 
-async def test_log_probabilities_are_those_of_the_same_weights_in_transformers(engine: VllmEngine) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    session = TokenPolicy(engine).session("s", task="t", sample=0)
-    sampling = Sampling(temperature=1.0, seed=7, max_tokens=40)
-    made, _ = await session.complete(user("Tell me about rivers."), sampling)
-    model = AutoModelForCausalLM.from_pretrained(engine.model, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([made.prompt_ids + made.ids])).logits[0]
-    at = torch.arange(len(made.prompt_ids) - 1, len(made.prompt_ids) + len(made.ids) - 1)
-    fresh = torch.log_softmax(logits[at], dim=-1)[torch.arange(len(made.ids)), torch.tensor(made.ids)]
-    # Both compute in float32, in another order: the difference is that of rounding over 30 layers.
-    assert torch.max(torch.abs(fresh - torch.tensor(made.logprobs))) < 2e-3
-
-
 async def test_a_seed_gives_the_same_rollout_again_but_not_the_same_turn(engine: VllmEngine) -> None:
     async def rollout(seed: int) -> list[list[int]]:
         session = TokenPolicy(engine).session("s", task="t", sample=0)
@@ -85,7 +74,7 @@ async def test_an_answer_that_fills_the_context_says_length_and_the_next_overflo
     engine: VllmEngine,
 ) -> None:
     session = TokenPolicy(engine).session("s", task="t", sample=0)
-    sampling = Sampling(max_tokens=4096, extra={"ignore_eos": True})
+    sampling = ENDLESS
     made, _ = await session.complete(user("Count."), sampling)
     assert made.finish_reason == "length"
     assert len(made.prompt_ids) + len(made.ids) == CONTEXT
@@ -133,7 +122,183 @@ async def test_an_answer_past_its_time_is_a_timeout_and_the_engine_goes_on(
         )
     assert error.value.error_class == "policy_timeout"
     monkeypatch.undo()
+    assert (await engine.load()).unfinished == 0
     await engine.check()
+
+
+async def test_an_answer_that_nobody_waits_for_is_ended_in_the_engine(engine: VllmEngine) -> None:
+    asked = [
+        asyncio.ensure_future(engine.generate([5] * 20, ENDLESS, request_id=f"left-{n}")) for n in range(12)
+    ]
+    async with asyncio.timeout(60.0):
+        while (load := await engine.load()).running < 8:
+            await engine.check()
+    assert (load.running, load.waiting, load.unfinished) == (8, 4, 12)
+    assert 0.0 < load.kv_use < 1.0
+    for request in asked:
+        request.cancel()
+    await asyncio.wait(asked)
+    assert (await engine.load()).running == 0
+    await engine.generate([5], GREEDY, request_id="behind")
+    assert engine._launched is not None
+    said = engine._launched.recorder._last[0]  # the engine's own word: it knows of no other
+    assert (said.num_running_reqs <= 1, said.num_waiting_reqs) == (True, 0)
+
+
+async def test_health_does_not_queue_behind_the_requests_that_wait(engine: VllmEngine) -> None:
+    asked = [
+        asyncio.ensure_future(engine.generate([5] * 20, ENDLESS, request_id=f"many-{n}")) for n in range(500)
+    ]
+    await engine.check(timeout_sec=60.0)
+    assert (await engine.load()).unfinished == len(asked)
+    for request in asked:
+        request.cancel()
+    await asyncio.wait(asked)
+    assert (await engine.load()).unfinished == 0
+
+
+async def test_the_prefix_cache_shows_in_the_load(engine: VllmEngine) -> None:
+    before = await engine.load()
+    for _ in range(2):
+        made = await engine.generate(list(range(100, 300)), GREEDY, request_id="cached")
+    after = await engine.load()
+    assert made.cached_tokens > 0
+    assert after.prefix_query_tokens - before.prefix_query_tokens == 400
+    assert after.prefix_hit_tokens - before.prefix_hit_tokens == made.cached_tokens
+
+
+async def test_an_answer_is_held_to_a_json_schema(engine: VllmEngine) -> None:
+    session = TokenPolicy(engine).session("s", task="t", sample=0)
+    schema = {
+        "type": "object",
+        "properties": {"warm": {"enum": ["yes", "no"]}},
+        "required": ["warm"],
+        "additionalProperties": False,
+    }
+    made, _ = await session.complete(user("Is it warm?"), GREEDY, structure=Structure(json_schema=schema))
+    assert json.loads(made.text)["warm"] in ("yes", "no")
+    assert made.structured
+    free, _ = await session.complete(user("Is it?"), GREEDY)
+    assert not free.structured
+
+
+async def test_a_structure_that_vllm_refuses_is_the_jobs_fault(engine: VllmEngine) -> None:
+    for structure, form in (
+        (Structure(grammar="root ::= ("), "grammar"),
+        (Structure(json_schema={"type": "string", "pattern": "["}), "JSON schema"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot hold an answer to this {form}"):
+            await engine.generate([5], GREEDY, request_id="refused", structure=structure)
+    await engine.check()
+
+
+async def test_tool_calls_are_taken_out_of_an_answer(engine: VllmEngine) -> None:
+    session = TokenPolicy(engine).session("s", task="t", sample=0)
+    escaped = CALL.replace("\n", "\\n").replace('"', '\\"')
+    structure = Structure(grammar=f'root ::= "Listing. {escaped}"')
+    ids = set()
+    for _ in range(2):
+        made, _ = await session.complete(
+            user("List the files."), replace(GREEDY, max_tokens=60), tools=[BASH], structure=structure
+        )
+        (call,) = made.tool_calls
+        assert (call.name, json.loads(call.arguments)) == ("bash", {"command": "ls"})
+        assert (made.text.strip(), made.finish_reason) == ("Listing.", "tool_calls")
+        ids.add(call.id)
+    assert len(ids) == 2
+
+
+async def test_without_tools_the_text_of_a_call_is_text(engine: VllmEngine) -> None:
+    made = parse(engine, CALL, [])
+    assert (made.text, made.tool_calls) == (CALL, ())
+
+
+@pytest.mark.parametrize("text", ["<tool_call>\n{'name': ", "<tool_call>[1, 2]</tool_call>", "<tool_call>"])
+async def test_an_answer_that_the_parser_cannot_read_is_its_text(engine: VllmEngine, text: str) -> None:
+    made = parse(engine, text, [BASH])
+    assert (made.text, made.reasoning, made.tool_calls) == (text, "", ())
+
+
+async def test_two_calls_of_one_conversation_never_have_one_id(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+    found = Hermes2ProToolParser.extract_tool_calls
+
+    def numbered(self: Any, text: str, request: Any) -> Any:  # as the model itself writes it for Kimi K2
+        made = found(self, text, request)
+        for call in made.tool_calls:
+            call.id = f"functions.{call.function.name}:0"
+        return made
+
+    monkeypatch.setattr(Hermes2ProToolParser, "extract_tool_calls", numbered)
+    first, second = (parse(engine, f"{CALL}\n{CALL}", [BASH]).tool_calls for _ in range(2))
+    assert first[0].id == "functions.bash:0"
+    assert len({call.id for call in (*first, *second)}) == 4
+    await engine.release("conversation")
+    assert parse(engine, CALL, [BASH]).tool_calls[0].id == "functions.bash:0"
+
+
+async def test_a_parser_that_vllm_does_not_have_is_named_with_those_that_it_has() -> None:
+    with pytest.raises(ValueError, match=r"no tool parser 'hermess'; it has .*hermes"):
+        await VllmEngine("some-model", tool_parser="hermess").start()
+    with pytest.raises(ValueError, match=r"no reasoning parser 'qwen'; it has .*qwen3"):
+        await VllmEngine("some-model", reasoning_parser="qwen").start()
+
+
+async def test_new_weights_are_loaded_while_requests_finish_or_continue(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    """And the log-probabilities are then those of the new weights."""
+    from safetensors.torch import load_file, save_file
+
+    before = engine.model
+    other = Path(shutil.copytree(before, tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.7.self_attn.q_proj.weight"] *= 1.5
+    weights["model.embed_tokens.weight"] *= 1.05
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    prompt, sampling = list(range(1000, 1020)), Sampling(max_tokens=24, extra={"ignore_eos": True})
+
+    def ask(requests: int) -> list[asyncio.Task[Generation]]:
+        made = (engine.generate(prompt, sampling, request_id=f"during-{n}") for n in range(requests))
+        return [asyncio.create_task(request) for request in made]
+
+    asked = ask(10)  # 8 run, 2 wait
+    await engine.check()
+    assert await engine.update_weights(str(other), 1, in_flight="finish") == "reload"
+    assert (engine.version, engine.model) == (1, str(other))
+    for made in await asyncio.gather(*asked):
+        assert (made.version, made.version_end) == (0, 0)
+    now = await engine.generate(prompt, sampling, request_id="now")
+    assert (now.version, now.cached_tokens) == (1, 0)
+    assert now.logprobs == pytest.approx(fresh_logprobs(other, prompt, now.ids), abs=2e-4)
+    assert now.logprobs != pytest.approx(fresh_logprobs(Path(before), prompt, now.ids), abs=2e-2)
+
+    asked = ask(10)
+    await engine.check()
+    assert await engine.update_weights(before, 2, in_flight="continue") == "reload"
+    made = await asyncio.gather(*asked)
+    assert {(answer.version, answer.version_end) for answer in made} <= {(1, 2), (2, 2)}
+    assert (made[0].version, made[0].version_end) == (1, 2)
+    assert all(len(answer.ids) == 24 for answer in made)
+    now = await engine.generate(prompt, sampling, request_id="again")
+    assert now.logprobs == pytest.approx(fresh_logprobs(Path(before), prompt, now.ids), abs=2e-4)
+
+
+def fresh_logprobs(model: Path, prompt: list[int], ids: list[int]) -> list[float]:
+    """By transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    fresh = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = fresh(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    logprobs: list[float] = (
+        torch.log_softmax(logits, dim=-1)[torch.arange(len(ids)), torch.tensor(ids)]
+    ).tolist()
+    return logprobs
 
 
 async def test_an_engine_argument_that_vllm_does_not_have_is_named() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import io
 import resource
-import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,36 +21,6 @@ from rollcage.rollout.sandbox.terminal import DockerTerminal
 pytestmark = pytest.mark.docker
 
 MakeSandbox = Any
-TOOLS = (
-    "FROM debian:bookworm-slim\n"
-    "RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends vim less procps python3-minimal\n"
-    "RUN useradd -m -s /bin/bash alice\n"
-)
-
-
-@pytest.fixture(scope="session")
-def tools_image(engine: Engine) -> str:
-    """An image with programs that take the whole screen. It is kept: making it takes half a minute."""
-    tag = f"rollcage-test/terminal:{hashlib.sha256(TOOLS.encode()).hexdigest()[:12]}"
-    if not engine.api.images(tag):
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            entry = tarfile.TarInfo("Dockerfile")
-            entry.size = len(TOOLS)
-            tar.addfile(entry, io.BytesIO(TOOLS.encode()))
-        packed.seek(0)
-        lines = engine.api.build(
-            fileobj=packed,
-            custom_context=True,
-            tag=tag,
-            rm=True,
-            forcerm=True,
-            decode=True,
-            network_mode="host",
-        )
-        failed = [line["error"] for line in lines if "error" in line]
-        assert not failed, failed
-    return tag
 
 
 @pytest.fixture

@@ -1,0 +1,53 @@
+"""An `AnthropicPolicy` from its settings. The key is read where the job is started, and goes to the hosts inside the
+policy: into no file, and into no variable there."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from rollcage.cluster.config_policies import AnthropicPolicyConfig
+from rollcage.rollout.policies.anthropic import AnthropicPolicy
+from rollcage.rollout.policies.anthropic_client import Endpoint
+from rollcage.rollout.policies.budget import LocalBudget
+
+
+def anthropic_policy(
+    name: str, settings: AnthropicPolicyConfig, environ: Mapping[str, str] | None = None
+) -> AnthropicPolicy:
+    """The policy, with a budget of this process's own. Raises `ValueError` where the key that it needs is not set."""
+    environ = os.environ if environ is None else environ
+    base_url = settings.base_url or environ.get("ANTHROPIC_BASE_URL") or None
+    key = environ.get(settings.api_key_env) or None
+    if key is None and not _is_loopback(base_url):
+        raise ValueError(
+            f"the variable {settings.api_key_env} is not set: export it with the key of "
+            f"{base_url or 'the Anthropic API'}, or name another with api_key_env"
+        )
+    return AnthropicPolicy(
+        Endpoint(
+            settings.model,
+            base_url=base_url,
+            api_key=key,
+            key_from=settings.api_key_env,
+            extra_body=settings.extra_body,
+            max_connections=settings.max_connections,
+            retry_sec=settings.retry_sec,
+            request_timeout_sec=settings.request_timeout_sec,
+        ),
+        name=name,
+        thinking=settings.thinking,
+        cache=settings.cache,
+        prices=None if settings.prices is None else settings.prices.prices(),
+        budget=None if settings.budget_usd is None else LocalBudget(settings.budget_usd),
+    )
+
+
+def _is_loopback(url: str | None) -> bool:
+    host = urlsplit(url or "").hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

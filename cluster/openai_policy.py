@@ -1,0 +1,26 @@
+"""A policy on a server of OpenAI's API, from its settings: asked for one token before anything else is begun."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from rollcage.cluster.config_policies import OpenAIPolicyConfig
+from rollcage.cluster.errors import CouldNotRun
+from rollcage.rollout.outcome import PolicyError
+from rollcage.rollout.policies.base import Policy
+from rollcage.rollout.policies.openai import openai_policy
+from rollcage.rollout.policies.openai_wire import ServerSettings
+
+
+def served_policy(name: str, policy: OpenAIPolicyConfig, tokenizer: str | None) -> Policy:
+    """`tokenizer` is the directory or name that the settings' own stands for. Blocks until the server has answered, in
+    a thread of its own: a running event loop does not matter. Raises `ValueError` for what the user must change, and
+    `CouldNotRun` where the server fails."""
+    given = policy.model_dump(exclude={"kind", "sampling"})
+    settings = ServerSettings(**{**given, "tokenizer": tokenizer})
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(asyncio.run, openai_policy(settings, name=name)).result()
+        except PolicyError as error:
+            raise CouldNotRun(f"policies.{name}: {settings.base_url}: {error}") from error

@@ -1,0 +1,172 @@
+"""What a finished, killed or running run says of itself, for those who do it again: its job, its tasks, its rollouts.
+
+Nothing here writes to the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollcage.cluster.config import JobConfig
+from rollcage.cluster.decisions import TaskKey
+from rollcage.cluster.errors import InputError
+from rollcage.cluster.plan import JobPlan
+from rollcage.cluster.plan_tasks import make_plan
+from rollcage.rollout.arrow import Location, RunError, read_attempts, read_batches
+from rollcage.rollout.kept_states import PASSED
+
+KEY = ("agent", "task", "sample")
+
+MOST_NAMED = 10
+"""Rollouts, or tasks, that a message names."""
+
+
+@dataclass(frozen=True)
+class RecordedTask:
+    """A task as the run knew it. `path` is empty where it could not be read."""
+
+    name: str
+    digest: str
+    path: str
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """`job` is what `job.json` holds, `config` the job's settings in it."""
+
+    path: Path
+    job: Mapping[str, Any]
+    config: JobConfig
+    tasks: Mapping[str, RecordedTask]
+
+    def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The ended rollouts, one dictionary each, in the order in which they were written."""
+        for batch in read_batches(self.path, "rollouts", (*KEY, *columns)):
+            yield from batch.to_pylist()
+
+
+def open_run(path: Path) -> RecordedRun:
+    """Raises `InputError` where there is no run, or none that this version can do again."""
+    location = Location.of(path)
+    try:
+        job = location.read_json("job.json") if location.exists() else None
+        if job is None:
+            raise InputError(f"{path}: there is no run here with a job.json")
+        config = JobConfig.model_validate(job["config"])
+        tasks = {
+            task["task"]: RecordedTask(task["task"], task["digest"], task["path"]) for task in job["tasks"]
+        }
+    except (ValidationError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}/job.json is not of a job that this version can do again: {error}"
+        ) from error
+    return RecordedRun(Path(os.path.abspath(path)), job, config, tasks)
+
+
+def kept_states(run: Path) -> str:
+    """How many of a run's rollouts have a saved state, and why the others have none; for people."""
+    kept, reasons = 0, Counter[str]()
+    for batch in read_batches(run, "rollouts", ("extra",)):
+        for extra in batch["extra"].to_pylist():
+            state = json.loads(extra).get("state") or {}
+            kept += bool(state.get("images"))
+            reasons.update(set((state.get("missing") or {}).values()) - {PASSED})
+    said = f"{kept} rollouts have saved states (`rollcage regrade`, `rollcage gc --states`)"
+    return said + "".join(f"; {count} have none: {reason}" for reason, count in reasons.items())
+
+
+def plan_again(run: RecordedRun, config: JobConfig, names: Sequence[str]) -> JobPlan:
+    """A plan of `config` for the run's tasks of these names, from their recorded paths, as they are now and under the
+    names that they had. Raises `InputError` for those that are gone or cannot be loaded any more."""
+    wanted = [run.tasks[name] for name in dict.fromkeys(names)]
+    gone = [f"{task.name}: {task.path}" for task in wanted if not Path(task.path).is_dir()]
+    if gone:
+        raise InputError("tasks of the run are not where they were:\n  " + "\n  ".join(gone))
+    plan = make_plan(config.model_copy(update={"tasks": [task.path for task in wanted]}))
+    if plan.broken:
+        said = "\n".join(f"{broken.key.name}: {broken.evidence.message}" for broken in plan.broken)
+        raise InputError(f"tasks of the run cannot be loaded any more:\n{said}")
+    names_by_path = {os.path.realpath(task.path): task.name for task in wanted}
+    tasks = {}
+    for task in plan.tasks.values():
+        name = names_by_path.get(os.path.realpath(task.path))
+        if name is not None:
+            tasks[TaskKey(name, task.digest)] = replace(task, name=name)
+    return replace(plan, tasks=tasks)
+
+
+def changed_tasks(run: RecordedRun, plan: JobPlan) -> list[str]:
+    """Names of the plan's tasks whose files are not what they were."""
+    return [key.name for key in plan.tasks if key.digest != run.tasks[key.name].digest]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rollouts of a run are meant. `rollout`: the id of an attempt, as the run's files have it, or
+    `task#sample`. `task`: a name or a pattern of names (fnmatch). None: any."""
+
+    rollout: str | None = None
+    task: str | None = None
+    sample: int | None = None
+    agent: str | None = None
+
+    @property
+    def is_one(self) -> bool:
+        """A single rollout is asked for."""
+        return self.rollout is not None or self.sample is not None
+
+    def takes(self, row: Mapping[str, Any]) -> bool:
+        """`row` has `attempt_id` beside the key."""
+        named = self.rollout in (None, row["attempt_id"], f"{row['task']}#{row['sample']}")
+        task = self.task is None or row["task"] == self.task or fnmatchcase(row["task"], self.task)
+        return named and task and self.sample in (None, row["sample"]) and self.agent in (None, row["agent"])
+
+
+def select(run: RecordedRun, selection: Selection, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that are meant. Raises `InputError` where that is none, or several though a single one is asked for."""
+    found = [row for row in rows if selection.takes(row)]
+    if not found:
+        raise InputError(_nothing(run, selection, rows))
+    if selection.is_one and len(found) > 1:
+        names = [f"{called(row)} by {row['agent']}: {row['attempt_id']}" for row in found]
+        raise InputError(f"{len(found)} rollouts are meant: choose one with --rollout, --task, --sample, --agent:\n  "
+                         + shortened(names))  # fmt: skip
+    return found
+
+
+def called(row: Mapping[str, Any]) -> str:
+    """A rollout as messages name it, and `--rollout` takes it."""
+    return f"{row['task']}#{row['sample']}"
+
+
+def shortened(names: Sequence[str], between: str = "\n  ") -> str:
+    """A list for a message."""
+    more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return between.join([*names[:MOST_NAMED], *more])
+
+
+def _nothing(run: RecordedRun, selection: Selection, rows: Sequence[Mapping[str, Any]]) -> str:
+    if selection.rollout is not None:
+        try:
+            attempts = read_attempts(run.path, ("attempt_id", "agent", "task", "sample")).to_pylist()
+        except RunError as error:
+            raise InputError(str(error)) from error
+        for row in attempts:
+            if row["attempt_id"] == selection.rollout:
+                return (
+                    f"{selection.rollout} was tried again, and only a rollout's last attempt is kept whole: "
+                    f"--rollout {called(row)}"
+                )
+    if not rows:
+        return f"{run.path} holds no rollout that an attempt was made at"
+    names = [f"{called(row)} by {row['agent']}: {row['attempt_id']}" for row in rows]
+    return f"{run.path} holds no such rollout; it has:\n  {shortened(names)}"

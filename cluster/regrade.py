@@ -1,0 +1,305 @@
+"""`rollcage regrade`: a run's verifiers again, with the tests as they are now, on the states that its job kept.
+
+The new run has the same rollouts with the new reward, outcome and error class (`extra["regraded_from"]` has the old
+ones). A rollout whose state is not on this engine is carried over as it was (`extra["not_regraded"]` says why), so that
+groups stay whole. The run itself is never written to. No Ray is needed: states lie on one engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from rollcage.cluster.decisions import Assignment, RolloutKey
+from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.host import SandboxHost
+from rollcage.cluster.interrupts import Interrupts
+from rollcage.cluster.job import forget_unbegun, new_run_directory
+from rollcage.cluster.ledger import Ledger
+from rollcage.cluster.plan import JobPlan
+from rollcage.cluster.plan_tasks import host_spec
+from rollcage.cluster.recorded_run import (
+    RecordedRun,
+    Selection,
+    called,
+    changed_tasks,
+    open_run,
+    plan_again,
+    select,
+    shortened,
+)
+from rollcage.rollout.arrow import RunError, read_batches
+from rollcage.rollout.kept_states import PASSED
+from rollcage.rollout.outcome import Outcome, RolloutError
+from rollcage.rollout.rows import attempt_from_row
+from rollcage.rollout.sandbox.states import SavedState, environment_digest
+from rollcage.rollout.trajectory import Attempt
+
+NO_VERIFIER = "it ended before its verifier began"
+
+_COLUMNS = ("attempt_id", "outcome", "extra")
+
+TRIES = 2
+"""A verifier that fails is asked once more, as in a job."""
+
+
+@dataclass(frozen=True)
+class RegradeOptions:
+    """What the command line says. `task`: a name or a pattern. `docker_host`, `concurrency` None: the run's."""
+
+    run: Path
+    task: str | None = None
+    output: Path | None = None
+    changed_environment: bool = False
+    docker_host: str | None = None
+    concurrency: int | None = None
+
+
+@dataclass
+class Regraded:
+    """What came of it. `missing` and `carried_over`: why, by rollout; only of the first something was lost."""
+
+    run: Path
+    changed_tests: list[str]
+    then: Counter[str] = field(default_factory=Counter)
+    now: Counter[str] = field(default_factory=Counter)
+    regraded: int = 0
+    changed: list[dict[str, Any]] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    carried_over: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        counts = {"then": dict(self.then), "now": dict(self.now)}
+        return {**vars(self), **counts, "run": str(self.run)}
+
+
+def regrade(options: RegradeOptions, console: Console) -> Regraded:
+    """Regrade what is selected into a new run.
+
+    Raises `InputError` where the run has no states, or its tasks are gone or have another environment; `CouldNotRun`
+    where the engine cannot be had; and `KeyboardInterrupt` where a signal ended it: what was graded is written.
+    """
+    run = open_run(options.run)
+    rows = select(run, Selection(task=options.task), list(run.rows(_COLUMNS)))
+    saved = {row["task"] for row in rows if _images(row)}
+    if not saved:
+        raise InputError(
+            f"{run.path}: no rollout that is meant has a saved state; jobs keep them with sandbox.keep_states: all, "
+            "or failed"
+        )
+    changes: dict[str, Any] = {"keep_states": "none", "warm": 0}
+    if options.docker_host is not None:
+        changes["docker_host"] = options.docker_host
+    config = run.config.model_copy(update={"sandbox": run.config.sandbox.model_copy(update=changes)})
+    plan = replace(
+        plan_again(run, config, sorted(saved)), concurrency=options.concurrency or config.concurrency
+    )
+    try:
+        output = options.output or new_run_directory(Path("runs"), f"{config.name}-regraded")
+        job = {
+            **run.job,
+            "tasks": [_task(run, plan, name) for name in dict.fromkeys(row["task"] for row in rows)],
+            "regraded_from": {"run": str(run.path), "job": run.job.get("job")},
+        }
+        ledger = Ledger.create(output, job)
+    except (RunError, OSError) as error:
+        raise InputError(str(error)) from error
+    result = Regraded(Path(os.path.abspath(output)), changed_tasks(run, plan))
+    work = _Regrade(run, plan, ledger, result, rows)
+    host = SandboxHost(host_spec(config, plan, {}))
+    try:
+        asyncio.run(work.run(host, console, changed_environment=options.changed_environment))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    except RolloutError as error:
+        raise CouldNotRun.because(error) from error
+    finally:
+        forget_unbegun(ledger.location)
+        ledger.close()
+    return result
+
+
+def render_regraded(result: Regraded, console: Console) -> None:
+    """Print counts then and now, each rollout that changed, and what had no state."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    total = sum(result.now.values())
+    say(f"regraded {result.regraded} of {total} rollouts")
+    if result.changed_tests:
+        say(f"files changed since: {escape(shortened(result.changed_tests, ', '))}")
+    say("then: " + _counts(result.then))
+    say("now:  " + _counts(result.now))
+    for change in result.changed:
+        say(
+            escape(
+                f"{change['rollout']} by {change['agent']}: {_end(change['then'])} -> {_end(change['now'])}"
+            )
+        )
+    for word, reasons in (("no state", result.missing), ("as it was", result.carried_over)):
+        by_reason = Counter(reasons.values())
+        for reason, count in by_reason.items():
+            names = [name for name, why in reasons.items() if why == reason]
+            say(escape(f"{word}: {count} ({reason}): {shortened(names, ', ')}"))
+    say(escape(f"\nTrajectories: {result.run}/rollouts/*.arrow"))
+
+
+class _Regrade:
+    """One command under way. `rows` are the rollouts that are meant, without their content."""
+
+    def __init__(
+        self,
+        run: RecordedRun,
+        plan: JobPlan,
+        ledger: Ledger,
+        result: Regraded,
+        rows: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._run = run
+        self._plan = plan
+        self._ledger = ledger
+        self._result = result
+        self._rows = rows
+        self._meant = {(row["agent"], row["task"], row["sample"]) for row in rows}
+        self._left = Counter((row["agent"], row["task"]) for row in rows)
+        self._images: frozenset[str] = frozenset()
+
+    async def run(self, host: SandboxHost, console: Console, *, changed_environment: bool) -> None:
+        """Raises `InputError` before anything is graded, `SandboxError` where there is no engine, and what the ledger
+        raises."""
+
+        def say(text: str) -> None:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+        started = time.monotonic()
+        with Interrupts(say):
+            await host.open()
+            try:
+                states = {state.reference: state for state in await host.saved_states()}
+                self._images = frozenset(states)
+                if not changed_environment:
+                    await asyncio.to_thread(self._check_environments, states)
+                for task in self._plan.tasks.values():
+                    prepared = await host.prepare(task)
+                    if prepared.error_class is not None:
+                        said = prepared.evidence.message if prepared.evidence else ""
+                        raise InputError(f"{task.name} cannot be made ready: {prepared.error_class}: {said}")
+                say(f"grading {len(self._meant)} rollouts, {self._plan.concurrency} at once")
+                await self._grade_all(host)
+                job = self._run.job.get("job")
+                await self._ledger.finish({"job": job, "wall_seconds": time.monotonic() - started})
+            finally:
+                await host.close()
+
+    def _check_environments(self, states: Mapping[str, SavedState]) -> None:
+        """Raise `InputError` for tasks whose states were saved of another environment than they have now."""
+        now = {key.name: environment_digest(task.environment) for key, task in self._plan.tasks.items()}
+        changed = {
+            row["task"]
+            for row in self._rows
+            for name in _images(row).values()
+            if name in states and states[name].environment != now[row["task"]]
+        }
+        if changed:
+            raise InputError(
+                "these tasks have another environment than the states were saved in, so that agents would meet another "
+                "one now; --changed-environment grades the states all the same:\n  "
+                + shortened(sorted(changed))
+            )
+
+    async def _grade_all(self, host: SandboxHost) -> None:
+        slots = asyncio.Semaphore(self._plan.concurrency)
+        async with asyncio.TaskGroup() as group:
+            for batch in read_batches(self._run.path, "rollouts"):
+                for index in range(batch.num_rows):
+                    key = tuple(batch[name][index].as_py() for name in ("agent", "task", "sample"))
+                    if key in self._meant:
+                        await slots.acquire()
+                        row = (await asyncio.to_thread(batch.slice(index, 1).to_pylist))[0]
+                        group.create_task(self._one(host, row)).add_done_callback(lambda _: slots.release())
+
+    async def _one(self, host: SandboxHost, row: Mapping[str, Any]) -> None:
+        old = attempt_from_row(row)
+        new, why, lost = await self._graded(host, old)
+        result = self._result
+        if new is None:
+            new = replace(old, extra={**old.extra, "not_regraded": why})
+            (result.missing if lost else result.carried_over)[f"{called(row)} by {old.agent}"] = why
+        else:
+            result.regraded += 1
+        result.then[old.outcome.value] += 1
+        result.now[new.outcome.value] += 1
+        if _verdict(new) != _verdict(old):
+            change = {"rollout": called(row), "agent": old.agent, "then": _verdict(old), "now": _verdict(new)}
+            result.changed.append(change)
+        if new.attempt_id:
+            await self._ledger.record_attempt(new)
+        await self._ledger.record_rollout(new, row["attempts"], row["group_size"])
+        group = (old.agent, old.task)
+        self._left[group] -= 1
+        if not self._left[group]:
+            await self._ledger.commit_group(*group)
+
+    async def _graded(self, host: SandboxHost, old: Attempt) -> tuple[Attempt | None, str, bool]:
+        """The attempt with its new verdict, or why there is none, and whether something is lost by that."""
+        state = old.extra.get("state")
+        if state is None:
+            return None, NO_VERIFIER, False
+        missing = sorted(set(state["missing"].values()))
+        if missing or not state["images"]:
+            return None, "; ".join(missing) or NO_VERIFIER, bool(missing) and missing != [PASSED]
+        if gone := sorted(set(state["images"].values()) - self._images):
+            return None, f"the engine here does not have it: kept on {old.host}, or removed", bool(gone)
+        key = next(key for key in self._plan.tasks if key.name == old.task)
+        for _ in range(TRIES):
+            name = f"regrade-{uuid.uuid4().hex[:12]}"
+            rollout = RolloutKey(self._plan.job, old.agent, *key, old.sample)
+            spec = self._plan.attempt(Assignment(rollout, old.number, host.name, name))
+            new = await host.regrade(old, spec, state["images"])
+            if new is None:
+                return None, "it was removed meanwhile", True
+            if new.outcome is Outcome.CANCELLED:
+                raise asyncio.CancelledError
+            if new.reward_valid:
+                break
+        return new, "", False
+
+
+def _task(run: RecordedRun, plan: JobPlan, name: str) -> dict[str, str]:
+    digest = next((key.digest for key in plan.tasks if key.name == name), run.tasks[name].digest)
+    return {"task": name, "digest": digest, "path": run.tasks[name].path}
+
+
+def _images(row: Mapping[str, Any]) -> dict[str, str]:
+    """Names of a rollout's states, by step."""
+    found: dict[str, str] = (json.loads(row["extra"]).get("state") or {}).get("images") or {}
+    return found
+
+
+def _verdict(attempt: Attempt) -> dict[str, Any]:
+    reward = None if attempt.reward is None else attempt.reward.value
+    return {"outcome": attempt.outcome.value, "error_class": attempt.error_class, "reward": reward}
+
+
+def _counts(outcomes: Counter[str]) -> str:
+    return ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in Outcome if outcomes[outcome])
+
+
+def _end(verdict: Mapping[str, Any]) -> str:
+    reward = "" if verdict["reward"] is None else f" {verdict['reward']:g}"
+    return f"{verdict['outcome']}{reward}" + (
+        f" ({verdict['error_class']})" if verdict["error_class"] else ""
+    )

@@ -1,0 +1,278 @@
+"""`rollcage replay`: a run's policy traffic once more, without a policy.
+
+The same job: the recorded tasks, agents, samples and settings, with each policy replaced by the answers that it gave
+(`policies/recorded.py`). Agents run again, and so do their commands. One rollout is run in the foreground, as
+`rollcage try` does; several become a run of their own. The run itself is never written to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+
+from rollcage.cluster.config import JobConfig, PolicyConfig
+from rollcage.cluster.config_model import KeepStates
+from rollcage.cluster.config_policies import OpenAIPolicyConfig, RecordedPolicyConfig, VllmPolicyConfig
+from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.foreground import run_one
+from rollcage.cluster.job import RunResult, model_path, new_run_directory, run_plan
+from rollcage.cluster.plan import JobPlan
+from rollcage.cluster.recorded_run import (
+    RecordedRun,
+    Selection,
+    called,
+    changed_tasks,
+    open_run,
+    plan_again,
+    select,
+    shortened,
+)
+from rollcage.rollout.arrow import read_rollouts
+from rollcage.rollout.outcome import Outcome
+from rollcage.rollout.trajectory import Attempt
+
+_COLUMNS = ("attempt_id", "outcome", "error_class", "reward", "turn_count")
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What the command line says. `docker_host`, `concurrency` None: the run's. `address`: of a Ray cluster, None:
+    Ray is started here."""
+
+    run: Path
+    selection: Selection
+    output: Path | None = None
+    changed_tasks: bool = False
+    docker_host: str | None = None
+    concurrency: int | None = None
+    address: str | None = None
+    keep_states: str = "none"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of it: `result` of a job, or the `attempt` of the foreground. `comparison`: see `compare`."""
+
+    comparison: dict[str, Any]
+    result: RunResult | None = None
+    attempt: Attempt | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """A signal ended it."""
+        if self.attempt is not None:
+            return self.attempt.outcome is Outcome.CANCELLED
+        return self.result is not None and self.result.interrupted
+
+    @property
+    def incomplete(self) -> bool:
+        """Something has no valid reward."""
+        if self.attempt is not None:
+            return not self.attempt.reward_valid
+        return self.result is not None and bool(self.result.summary["invalid"])
+
+
+def replay(options: ReplayOptions, console: Console, show: Callable[[Attempt], None]) -> Replayed:
+    """Replay what is selected; `show` is given the record where that is one rollout without an output of its own.
+
+    Raises `InputError` where the run, the selection or its tasks are not as they must be, and as `run_job`.
+    """
+    if options.keep_states not in get_args(KeepStates):
+        raise InputError(f"--keep-states {options.keep_states!r}: say {', '.join(get_args(KeepStates))}")
+    run = open_run(options.run)
+    rows = [row for row in run.rows(_COLUMNS) if row["attempt_id"]]
+    chosen = select(run, options.selection, rows)
+    config = _config(run, options, {row["agent"] for row in chosen}, console)
+    plan = plan_again(run, config, [row["task"] for row in chosen])
+    if (changed := changed_tasks(run, plan)) and not options.changed_tasks:
+        raise InputError(
+            "tasks are not those that the run was made with; --changed-tasks replays on them as they are now:\n  "
+            + shortened(changed)
+        )
+    plan = replace(plan, chosen=frozenset((row["agent"], row["task"], row["sample"]) for row in chosen))
+    if len(chosen) == 1 and options.selection.is_one and options.output is None:
+        [row] = chosen
+        attempt = run_one(config, _narrowed(plan, row), row["sample"], keep=False, console=console, show=show)
+        return Replayed(compare(chosen, [_as_row(attempt)]), attempt=attempt)
+    if options.output is None:
+        config = config.model_copy(update={"output": _new_output(config.name)})
+    about = {"replay_of": {"run": str(run.path), "job": run.job.get("job")}}
+    result = run_plan(config, plan, console, about=about)
+    new = read_rollouts(result.run, ("agent", "task", "sample", *_COLUMNS, "extra")).to_pylist()
+    return Replayed(compare(chosen, new), result=result)
+
+
+def compare(recorded: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """How a replay went, as JSON values. `identical`: every recorded turn was asked for with the same messages.
+    `diverged`: another message, or other turns. `without_policy`: nothing to compare but the outcome. `unserved`: the
+    replay ended before its first turn. `outcomes_agree` counts those of the same outcome and error class; `others` has
+    the rest, and the diverged."""
+    now = {(row["agent"], row["task"], row["sample"]): row for row in replayed}
+    counts: Counter[str] = Counter(identical=0, diverged=0, without_policy=0, unserved=0)
+    agree, others = 0, []
+    for row in recorded:
+        new = now.get((row["agent"], row["task"], row["sample"]))
+        note = json.loads(new["extra"]).get("replay") if new is not None else None
+        word = _word(note)
+        counts[word] += 1
+        same = new is not None and _end(new) == _end(row)
+        agree += same
+        if not same or word == "diverged":
+            others.append(
+                {
+                    "rollout": called(row),
+                    "agent": row["agent"],
+                    "turns": word,
+                    "recorded": _end(row),
+                    "replayed": None if new is None else _end(new),
+                    "diverged": None if note is None else _where(note),
+                }
+            )
+    return {"rollouts": sum(counts.values()), **counts, "outcomes_agree": agree, "others": others}
+
+
+def render_comparison(comparison: Mapping[str, Any], console: Console) -> None:
+    """Print what `compare` found."""
+    words = ", ".join(
+        f"{comparison[word]} {word.replace('_', ' ')}"
+        for word in ("identical", "diverged", "without_policy", "unserved")
+        if comparison[word]
+    )
+    total, agree = comparison["rollouts"], comparison["outcomes_agree"]
+    console.print(
+        f"replayed {total}: {words}; outcomes agree in {agree} of {total}", highlight=False, soft_wrap=True
+    )
+    for other in comparison["others"]:
+        said = f"{other['rollout']} by {other['agent']}: {other['turns'].replace('_', ' ')}"
+        if other["recorded"] != other["replayed"]:
+            said += f", {_shown(other['recorded'])} then and {_shown(other['replayed'])} now"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        if other["diverged"]:
+            where = other["diverged"]
+            console.print(
+                f"  turn {where['turn']}, recorded: {where['recorded']!r}\n"
+                f"  turn {where['turn']}, now:      {where['given']!r}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+
+def _config(run: RecordedRun, options: ReplayOptions, agents: set[str], console: Console) -> JobConfig:
+    """The run's job, with the recorded answers for policies, and the agents that are selected."""
+    old = run.config
+    policies: dict[str, PolicyConfig] = {}
+    again = []
+    for number, agent in enumerate(old.agents):
+        if agent.called not in agents:
+            continue
+        named = old.policy_of(agent)
+        if named is not None:
+            name = f"recorded{number or ''}"
+            policies[name] = RecordedPolicyConfig(
+                kind="recorded",
+                run=str(run.path),
+                agent=agent.called,
+                tokenizer=_tokenizer(old.policies[named], console),
+                sampling=old.policies[named].sampling,
+            )
+            agent = agent.model_copy(update={"policy": name})
+        again.append(agent)
+    sandbox = old.sandbox.model_copy(update={"keep_states": options.keep_states})
+    if options.docker_host is not None:
+        sandbox = sandbox.model_copy(update={"docker_host": options.docker_host})
+    changes: dict[str, Any] = {
+        "agents": again,
+        "policies": policies,
+        "sandbox": sandbox,
+        "retries": {
+            **old.retries,
+            "policy_error": 0,
+        },  # a recording that has ended has no more at the next try
+        "output": str(os.path.abspath(options.output)) if options.output else None,
+        "ray": old.ray.model_copy(update={"address": options.address}),
+    }
+    if options.concurrency is not None:
+        changes["concurrency"] = options.concurrency
+    return old.model_copy(update=changes)
+
+
+def _tokenizer(policy: PolicyConfig, console: Console) -> str | None:
+    """What counted the recorded tokens, where this machine has it."""
+    if isinstance(policy, VllmPolicyConfig):
+        name: str | None = policy.model
+    elif isinstance(policy, OpenAIPolicyConfig | RecordedPolicyConfig):
+        name = policy.tokenizer
+    else:
+        return None
+    if name == "smollm2":
+        try:
+            name = model_path(name)
+        except CouldNotRun:
+            name = None
+    if name is None or not Path(name).is_dir():
+        console.print(
+            "no tokenizer of the recorded policy is here: agents that count tokens count bytes", style="dim"
+        )
+        return None
+    return name
+
+
+def _narrowed(plan: JobPlan, row: Mapping[str, Any]) -> JobPlan:
+    tasks = {key: task for key, task in plan.tasks.items() if key.name == row["task"]}
+    return replace(plan, tasks=tasks, agents=(plan.agent(row["agent"]),))
+
+
+def _new_output(name: str) -> str:
+    try:
+        return str(new_run_directory(Path("runs"), f"{name}-replay"))
+    except OSError as error:
+        raise InputError(str(error)) from error
+
+
+def _as_row(attempt: Attempt) -> dict[str, Any]:
+    turns = attempt.trajectory.turns if attempt.trajectory else []
+    return {
+        "agent": attempt.agent,
+        "task": attempt.task,
+        "sample": attempt.sample,
+        "outcome": attempt.outcome.value,
+        "error_class": attempt.error_class,
+        "reward": None if attempt.reward is None else attempt.reward.value,
+        "turn_count": len(turns),
+        "extra": json.dumps(attempt.extra, default=repr),
+    }
+
+
+def _word(note: Mapping[str, Any] | None) -> str:
+    if note is None:
+        return "without_policy"
+    if note["recorded_turns"] is None:
+        return "unserved"
+    return "diverged" if _where(note) else "identical"
+
+
+def _where(note: Mapping[str, Any]) -> dict[str, Any] | None:
+    if note["diverged"] is not None:
+        return dict(note["diverged"])
+    if note["recorded_turns"] is not None and note["turns"] < note["recorded_turns"]:
+        return {"turn": note["turns"], "recorded": "an answer", "given": "the agent did not ask"}
+    return None
+
+
+def _end(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"outcome": row["outcome"], "error_class": row["error_class"], "reward": row["reward"]}
+
+
+def _shown(end: Mapping[str, Any] | None) -> str:
+    if end is None:
+        return "not there"
+    reward = "" if end["reward"] is None else f" with {end['reward']:g}"
+    return f"{end['outcome']}{reward}" + (f" ({end['error_class']})" if end["error_class"] else "")

@@ -1,0 +1,117 @@
+"""One request to a server of the Messages API, through the anthropic SDK, and a name for each way in which it fails.
+
+The stream is read event by event as it comes: the SDK's own models would put the fields of blocks that must go back
+unchanged in another order, and give up at an input of a tool that is not JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rollcage.rollout.outcome import Evidence, PolicyError
+from rollcage.rollout.policies.anthropic_wire import FINISH, PAUSED, Answer, StreamError
+from rollcage.rollout.policies.faults import policy_fault
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+
+NO_KEY = "none"
+"""Sent to a server that needs no key: the SDK must have one."""
+
+STATUS = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "billing_error": 402,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "api_error": 500,
+    "timeout_error": 504,
+    "overloaded_error": 529,
+}
+"""The HTTP status that stands for an error of this type. In the middle of a stream there is no other."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server is and how it is asked. `api_key` None: it needs none. `key_from` names where it came from.
+
+    `request_timeout_sec` is for one whole answer, `retry_sec` for how long a turn is tried again.
+    """
+
+    model: str
+    base_url: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    key_from: str = "ANTHROPIC_API_KEY"
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    max_connections: int = 1000
+    retry_sec: float = 600.0
+    request_timeout_sec: float = 600.0
+
+
+def connect(there: Endpoint) -> AsyncAnthropic:
+    """A client for the running event loop. It tries nothing again by itself: `retried` does, and counts the time."""
+    import httpx2
+    from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
+
+    connections = httpx2.Limits(max_connections=there.max_connections, max_keepalive_connections=100)
+    return AsyncAnthropic(
+        api_key=there.api_key or NO_KEY,
+        base_url=there.base_url,
+        max_retries=0,
+        timeout=there.request_timeout_sec,
+        http_client=DefaultAsyncHttpxClient(limits=connections),
+    )
+
+
+async def ask_once(client: AsyncAnthropic, there: Endpoint, body: Mapping[str, Any]) -> Answer:
+    """One request and its whole answer. Raises `PolicyError`."""
+    import anthropic
+    import httpx2
+
+    doing = f"have an answer of {there.model}"
+    answer, begun = Answer(), False
+    try:
+        async with (
+            asyncio.timeout(there.request_timeout_sec),
+            client.messages.with_streaming_response.create(**body) as response,
+        ):
+            begun = True
+            async for event in anthropic.AsyncStream.raw_events(response.http_response):
+                answer.add(event.json() if event.data else {"type": event.event})
+    except anthropic.APIStatusError as error:
+        raise _refused(there, error, doing, error.status_code, error.error_code) from error
+    except StreamError as error:
+        raise _refused(there, error, doing, STATUS.get(error.kind, 500)) from error
+    except (TimeoutError, anthropic.APITimeoutError, httpx2.TimeoutException) as error:
+        said = f"no whole answer within {there.request_timeout_sec:g} s"
+        raise policy_fault(TimeoutError(str(error) or said), doing) from error
+    except (anthropic.APIConnectionError, httpx2.TransportError) as error:
+        said = f"{type(error).__name__}: {error.__cause__ or error}"
+        raise policy_fault(ConnectionError(said), doing) from error
+    except (anthropic.APIError, ValueError) as error:
+        # Before the stream it is a request that cannot be sent, in it an answer that was torn on its way.
+        raise policy_fault(error, doing, status=500 if begun else 400) from error
+    if not answer.ended:
+        raise policy_fault(ConnectionError("the stream ended in the middle of the answer"), doing)
+    if answer.stop_reason not in FINISH and answer.stop_reason != PAUSED:
+        said = f"the server ended the answer as {answer.stop_reason!r}"
+        raise PolicyError("policy_error", said, Evidence(said, "policy server"))
+    return answer
+
+
+def _refused(
+    there: Endpoint, error: Exception, doing: str, status: int, error_code: str | None = None
+) -> PolicyError:
+    """What the server's own error says: its HTTP status, or in a stream the one that its type stands for."""
+    if status == 429 and (error_code or "").endswith("spend_limit_reached"):
+        status = 402  # no wait of ours ends it
+    fault = policy_fault(error, doing, status=status)
+    if status in (401, 403):
+        said = f"the server does not accept the key of {there.key_from}: {fault.message}"
+        return PolicyError(fault.error_class, said, replace(fault.evidence, message=said))
+    return fault

@@ -1,0 +1,89 @@
+"""New weights in a vLLM engine that runs, by vLLM's own means: pause, load, resume."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rollcage.rollout.policies.vllm_weights import (
+    How,
+    adapter_rank,
+    how_to_load,
+    is_adapter,
+    local_directory,
+    require_adapter_fits,
+)
+
+UPDATE_SEC = 900.0
+"""Loading a large checkpoint in place from a network disk takes minutes. Past this the engine is given up."""
+
+LORA_ID, LORA_PROBE_ID = 1, 2
+"""vLLM's numbers for the adapter that is served, and for the next one while it is tried."""
+
+
+class AdapterRefused(ValueError):
+    """vLLM does not take an adapter; what it had before it has still."""
+
+
+def how_to_update(llm: Any, model: str, lora: tuple[str, str] | None, path: Path, given: Any) -> How:
+    """How an engine with these weights takes those at `path`. `given`: the user's own `max_lora_rank`, if any.
+    Reads the files. Raises `ValueError` where there is no way."""
+    if not is_adapter(path):
+        how = how_to_load(model, path)
+        # Loaded in place, the layers that an adapter changes kept their old weights (vLLM 0.32, seen in logprobs)
+        return how if lora is None else "restart"
+    if lora is None:
+        raise ValueError(f"{path} is a LoRA adapter, and this engine was started without one")
+    require_adapter_fits(path, local_directory(model))
+    rank, held = adapter_rank(path), llm.vllm_config.lora_config.max_lora_rank
+    if rank <= held:
+        return "lora"
+    if given is not None:
+        raise ValueError(f"{path} has rank {rank}, and the engine's max_lora_rank is {held}")
+    return "restart"
+
+
+async def replace_in_place(llm: Any, how: How, path: str, version: int, lora: tuple[str, str] | None) -> None:
+    """Freeze what is under way, change the weights, empty the caches, go on.
+
+    Raises `AdapterRefused` where the engine goes on as it was, and anything else where it must not go on.
+    """
+    async with asyncio.timeout(UPDATE_SEC):
+        await llm.pause_generation(mode="keep", clear_cache=True)
+        try:
+            if how == "lora":
+                assert lora is not None, "`how_to_update` refuses adapters otherwise"
+                await _swap_adapter(llm, lora[0], path)
+            else:
+                await llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        except AdapterRefused:
+            await llm.resume_generation()
+            raise
+        if not await llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not empty its prefix cache")
+        await llm.update_weight_version(str(version))
+        await llm.resume_generation()
+
+
+async def try_adapter(llm: Any, name: str, number: int, path: str) -> None:
+    """Load an adapter as `number`. Raises `AdapterRefused`."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        await llm.add_lora(LoRARequest(name, number, path))
+    except EngineDeadError:
+        raise
+    except Exception as error:  # vLLM hands on what was raised in its process as a bare one
+        raise AdapterRefused(f"vLLM does not take the LoRA adapter {path}: {error}") from error
+
+
+async def _swap_adapter(llm: Any, name: str, path: str) -> None:
+    """First beside the one that is served, where vLLM finds out what is wrong with it. Then in its place, under its
+    number, which requests under way have."""
+    from vllm.lora.request import LoRARequest
+
+    await try_adapter(llm, f"{name}-next", LORA_PROBE_ID, path)
+    await llm.remove_lora(LORA_PROBE_ID)
+    await llm.add_lora(LoRARequest(name, LORA_ID, path, load_inplace=True))

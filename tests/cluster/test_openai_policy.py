@@ -1,0 +1,78 @@
+"""A job's policy on somebody's server: what is wrong with it is said before anything is begun."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rollcage.cluster.config_policies import OpenAIPolicyConfig
+from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.job import client_policy
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Has the model `m`, and gives no token ids."""
+
+    def do_GET(self) -> None:
+        self.answer({"data": [{"id": "m", "owned_by": "someone"}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["model"] != "m":
+            self.answer({"error": {"message": "unknown"}}, 404)
+            return
+        message = {"role": "assistant", "content": "A"}
+        self.answer({"choices": [{"index": 0, "finish_reason": "length", "message": message}]})
+
+    def answer(self, body: dict[str, Any], status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+def config(url: str, **changed: Any) -> OpenAIPolicyConfig:
+    return OpenAIPolicyConfig(
+        **{"kind": "openai", "base_url": url, "model": "m", "retry_sec": 0.2, **changed}
+    )
+
+
+async def test_a_policy_is_made_with_a_running_loop_or_without_and_goes_to_each_host(url: str) -> None:
+    policy = client_policy("small", config(url))
+    assert pickle.loads(pickle.dumps(policy)).name == "small"
+
+
+def test_a_server_without_ids_is_refused_where_they_are_required(url: str) -> None:
+    with pytest.raises(InputError, match=r"^policies\.small: .*answers without the ids of the prompt"):
+        client_policy("small", config(url, tokens="required"))
+
+
+def test_a_model_that_the_server_does_not_have_is_named_with_those_that_it_has(url: str) -> None:
+    with pytest.raises(InputError, match=r"^policies\.small: .* has no model 'n'; it has m"):
+        client_policy("small", config(url, model="n"))
+
+
+def test_a_server_that_is_not_there_is_no_fault_of_the_job() -> None:
+    with pytest.raises(CouldNotRun, match=r"policies\.small: http://127\.0\.0\.1:9/v1: policy_unavailable"):
+        client_policy("small", config("http://127.0.0.1:9/v1"))

@@ -1,0 +1,238 @@
+"""`rollcage replay` on real Docker: the same answers and tokens again, and what is said where the sandbox differs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from rollcage.cluster.errors import InputError
+from rollcage.cluster.recorded_run import RecordedRun, Selection, open_run, select
+from rollcage.cluster.replay import Replayed, ReplayOptions, compare, render_comparison, replay
+from rollcage.rollout.arrow import read_rollouts
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(240)]
+
+ROLLCAGE = Path(sys.executable).parent / "rollcage"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
+
+GREET = ["```bash\npwd; id -u\n```", "```bash\necho hello >hello.txt\nsubmit\n```"]
+FULL: list[Any] = [
+    "```bash\npwd\n```",
+    {"error": "context_overflow", "message": "the prompt is too long"},
+    "I looked where I am. Next: greet.",
+    "```bash\necho hello >hello.txt\nsubmit\n```",
+]
+LOOK = ["```bash\ndate +%N; id -u\n```", "I am lost.", "```bash\nsubmit\n```"]
+
+
+def rollcage(*arguments: str | Path) -> Any:
+    done = subprocess.run([ROLLCAGE, *arguments], capture_output=True, text=True, timeout=200, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def again(run: Path, *, changed_tasks: bool = False, **selection: Any) -> Replayed:
+    """`rollcage replay` of one rollout, in this process."""
+    options = ReplayOptions(run, Selection(**selection), changed_tasks=changed_tasks)
+    return replay(options, Console(file=StringIO()), show=lambda _attempt: None)
+
+
+def files(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, run_here: Callable[..., Path]) -> Path:
+    """A run of one task by three agents. Of the bash agent's samples the first solves it, and the second prints the
+    time; the brief one has to sum up."""
+    root = tmp_path_factory.mktemp("replay")
+    shutil.copytree(EXAMPLES / "say-hello", root / "tasks" / "say-hello")
+    script = root / "answers.yaml"
+    answers = {"rollcage/say-hello": {"samples": {0: GREET, 1: LOOK}}}
+    script.write_text(yaml.safe_dump({"tokens": True, "tasks": answers}))
+    brief = root / "brief.yaml"
+    brief.write_text(yaml.safe_dump({"tokens": True, "default": FULL}))
+    agents = [
+        "oracle",
+        {"name": "bash", "policy": "plain"},
+        {"name": "bash", "label": "brief", "policy": "full", "options": {"summarize": True}, "samples": 1},
+    ]
+    run = run_here(
+        {
+            "tasks": [str(root / "tasks")],
+            "agents": agents,
+            "policies": {
+                "plain": {"kind": "scripted", "file": str(script)},
+                "full": {"kind": "scripted", "file": str(brief)},
+            },
+            "samples": 2,
+            "output": str(root / "run"),
+        }
+    )
+    script.unlink()  # no policy is asked again
+    brief.unlink()
+    return run
+
+
+@pytest.fixture
+def unchanged(recorded: Path) -> Any:
+    """The run is not written to."""
+    before = files(recorded)
+    yield recorded
+    assert files(recorded) == before
+
+
+def ids(run: Path) -> dict[str, str]:
+    rows = read_rollouts(run, ["agent", "sample", "attempt_id"]).to_pylist()
+    return {f"{row['agent']} {row['sample']}": row["attempt_id"] for row in rows}
+
+
+def test_one_rollout_is_shown_as_it_runs_and_is_what_it_was(unchanged: Path) -> None:
+    done = rollcage("replay", unchanged, "--rollout", "rollcage/say-hello#0", "--agent", "bash")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("passed\nreward 1 from reward.txt")
+    assert done.stdout.endswith("replayed 1: 1 identical; outcomes agree in 1 of 1\n")
+    assert "$ pwd; id -u" in done.stderr
+
+
+def test_an_attempts_id_names_it_and_where_the_sandbox_differs_is_told(unchanged: Path) -> None:
+    done = again(unchanged, rollout=ids(unchanged)["bash 1"])
+    assert (done.comparison["diverged"], done.comparison["outcomes_agree"]) == (1, 1)
+    [other] = done.comparison["others"]
+    assert other["diverged"]["turn"] == 1
+    assert other["diverged"]["recorded"] != other["diverged"]["given"]
+    assert done.attempt is not None
+    assert done.attempt.extra["replay"]["attempt_id"] == ids(unchanged)["bash 1"]
+    rows = read_rollouts(unchanged, ["agent", "sample", "segments"]).to_pylist()
+    [row] = [row for row in rows if (row["agent"], row["sample"]) == ("bash", 1)]
+    trajectory = done.attempt.trajectory
+    assert trajectory is not None
+    # As text, because NaN is not equal to itself.
+    assert str([vars(segment) for segment in trajectory.segments]) == str(row["segments"])
+    assert [turn.malformed for turn in trajectory.turns] == [False, True, False]
+
+
+@pytest.mark.ray
+def test_a_whole_run_is_replayed_into_a_new_one(unchanged: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    done = rollcage("replay", unchanged, "--output", new, "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert [said[word] for word in ("rollouts", "identical", "diverged", "without_policy")] == [5, 2, 1, 2]
+    assert said["outcomes_agree"] == 5
+    columns = ["agent", "task", "sample", "turn_count", "segments", "policy", "outcome"]
+    then, now = (
+        sorted(read_rollouts(run, columns).to_pylist(), key=lambda row: (row["agent"], row["sample"]))
+        for run in (unchanged, new)
+    )
+    for old, new_row in zip(then, now, strict=True):
+        assert str(old["segments"]) == str(new_row["segments"])
+        assert {**old, "segments": 0, "policy": 0} == {**new_row, "segments": 0, "policy": 0}
+    assert json.loads((new / "job.json").read_text())["replay_of"]["run"] == str(unchanged)
+    # A replay is a run like any other.
+    once_more = again(new, agent="bash", sample=0)
+    assert (once_more.comparison["identical"], once_more.comparison["outcomes_agree"]) == (1, 1)
+
+
+def test_an_agent_that_summed_up_does_so_again(unchanged: Path) -> None:
+    done = again(unchanged, agent="brief", sample=0)
+    assert (done.comparison["identical"], done.comparison["outcomes_agree"]) == (1, 1), done.comparison
+    assert done.attempt is not None
+    assert done.attempt.trajectory is not None
+    assert [turn.purpose for turn in done.attempt.trajectory.turns] == ["act", "summary", "act"]
+    assert len(done.attempt.trajectory.segments) == 2
+
+
+def test_an_agent_without_a_policy_just_runs_again(unchanged: Path) -> None:
+    found = again(unchanged, rollout="rollcage/say-hello#1", agent="oracle").comparison
+    assert (found["without_policy"], found["outcomes_agree"]) == (1, 1)
+
+
+def test_a_task_that_was_changed_is_refused_unless_told(recorded: Path) -> None:
+    test = recorded.parent / "tasks" / "say-hello" / "tests" / "test.sh"
+    text = test.read_text()
+    test.write_text("#!/bin/sh\necho 0 >/logs/verifier/reward.txt\n")
+    try:
+        with pytest.raises(InputError, match=r"--changed-tasks(.|\n)*rollcage/say-hello"):
+            again(recorded, agent="bash", sample=0)
+        found = again(recorded, agent="bash", sample=0, changed_tasks=True).comparison
+        assert (found["identical"], found["outcomes_agree"]) == (1, 0)
+        said = StringIO()
+        render_comparison(found, Console(file=said, width=1000))
+        assert (
+            "rollcage/say-hello#0 by bash: identical, passed with 1 then and failed with 0 now"
+            in said.getvalue()
+        )
+    finally:
+        test.write_text(text)
+
+
+def test_a_task_that_is_gone_is_named(recorded: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(recorded, tmp_path / "run")
+    job = json.loads((moved / "job.json").read_text())
+    job["tasks"][0]["path"] = "/nowhere/say-hello"
+    (moved / "job.json").write_text(json.dumps(job))
+    with pytest.raises(InputError, match="rollcage/say-hello: /nowhere/say-hello"):
+        again(moved)
+
+
+def test_where_there_is_no_run(tmp_path: Path) -> None:
+    done = rollcage("replay", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "there is no run here" in done.stderr
+
+
+class TestSelecting:
+    """Which rollouts are meant."""
+
+    def rows(self, run: RecordedRun) -> list[dict[str, Any]]:
+        return list(run.rows(("attempt_id",)))
+
+    def test_several_where_one_is_asked_for(self, recorded: Path) -> None:
+        run = open_run(recorded)
+        with pytest.raises(InputError, match=r"3 rollouts are meant(.|\n)*#0 by (bash|brief|oracle): "):
+            select(run, Selection(sample=0), self.rows(run))
+
+    def test_none(self, recorded: Path) -> None:
+        run = open_run(recorded)
+        with pytest.raises(
+            InputError, match=r"holds no such rollout; it has:\n  rollcage/say-hello#\d by \w+: "
+        ):
+            select(run, Selection(rollout="say-goodbye#0"), self.rows(run))
+
+    def test_patterns_and_agents_take_several(self, recorded: Path) -> None:
+        run = open_run(recorded)
+        assert len(select(run, Selection(task="rollcage/say-*", agent="bash"), self.rows(run))) == 2
+        assert len(select(run, Selection(), self.rows(run))) == 5
+
+
+def row(sample: int, note: dict[str, Any] | None, outcome: str = "passed") -> dict[str, Any]:
+    return {
+        "agent": "a", "task": "t", "sample": sample, "outcome": outcome, "error_class": None, "reward": 1.0,
+        "turn_count": 2, "extra": json.dumps({} if note is None else {"replay": note}),
+    }  # fmt: skip
+
+
+def test_replays_are_told_apart() -> None:
+    whole = {"turns": 2, "recorded_turns": 2, "diverged": None}
+    notes = [whole, {**whole, "turns": 1}, {**whole, "recorded_turns": None, "turns": 0}, None]
+    replayed = [row(sample, note) for sample, note in enumerate(notes)]
+    found = compare([row(sample, None) for sample in range(4)], replayed)
+    assert [found[word] for word in ("identical", "diverged", "unserved", "without_policy")] == [1, 1, 1, 1]
+    [shorter] = found["others"]
+    assert shorter["diverged"] == {"turn": 1, "recorded": "an answer", "given": "the agent did not ask"}

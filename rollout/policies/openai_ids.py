@@ -2,7 +2,8 @@
 
 vLLM's completions API takes a prompt of ids and returns the sampled ones (`return_token_ids`). SGLang's returns none;
 its own `/generate` does. Tools: vLLM takes sampled ids apart with its parsers at `/v1/chat/completions/derender`, so
-that an answer's calls and reasoning are known and nothing is tokenized. Any other server's answers come as text.
+that an answer's calls and reasoning are known and nothing is tokenized; its server must have been started with
+`--enable-scale-out`. Any other server's answers come as text.
 """
 
 from __future__ import annotations

@@ -79,8 +79,13 @@ class Serving:
         return file.read_text().splitlines() if file.exists() else []
 
     async def until_ready(self, replicas: int = 2) -> None:
-        """Return when so many are well, and the router knows."""
-        await until(lambda: [r["state"] for r in self.served.status()] == ["ready"] * replicas)
+        """Return when so many are well, asked now, and the router knows."""
+        async with asyncio.timeout(60):
+            while True:
+                await asyncio.gather(*(replica._ask() for replica in self.served._replicas.values()))
+                if [replica["state"] for replica in self.served.status()] == ["ready"] * replicas:
+                    break
+                await asyncio.sleep(0.05)
         await self.served._sync()
 
 

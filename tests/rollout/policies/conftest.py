@@ -81,7 +81,7 @@ class VllmServers:
         command += ["--enforce-eager", "--dtype", "float32", "--enable-prompt-tokens-details"]
         # Of the prefix cache: a CPU's own, 128, is longer than a test's prompts, and it takes multiples of 32.
         command += ["--block-size", "32"]
-        command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"]
         environment = {"OMP_NUM_THREADS": "1", **CPU_ENVIRONMENT, **QUIET_ENVIRONMENT, **os.environ}
         with log.open("wb") as output:
             process = subprocess.Popen(

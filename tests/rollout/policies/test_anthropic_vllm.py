@@ -70,7 +70,6 @@ async def test_a_call_of_a_tool_and_its_result(make: Make) -> None:
     session = policy.session("a-1", task="t", sample=0)
     made, _ = await session.complete([Message("user", "List the files.")], GREEDY, tools=[BASH])
     [call] = made.tool_calls
-    print(made)
     assert call.name == "bash"
     if made.finish_reason == "tool_calls":
         assert json.loads(call.arguments)["command"] in ("ls", "pwd")

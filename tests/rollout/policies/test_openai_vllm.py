@@ -136,11 +136,11 @@ async def test_a_conversation_that_no_longer_fits_is_an_overflow(vllm_server: An
 
 
 async def test_a_stopped_server_is_unavailable_and_a_turn_waits_for_it(vllm_server: Any) -> None:
-    session = await opened(vllm_server, pulse_sec=1.0, retry_sec=60.0)
+    session = await opened(vllm_server, pulse_sec=0.4, retry_sec=60.0)
     os.killpg(vllm_server.process.pid, signal.SIGSTOP)
     try:
         asking = asyncio.create_task(session.complete([Message("user", "Hi")], GREEDY))
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(3)  # three signs of life that do not come, and some more
         assert not asking.done()
     finally:
         os.killpg(vllm_server.process.pid, signal.SIGCONT)

@@ -158,6 +158,7 @@ async def test_health_does_not_queue_behind_the_requests_that_wait(engine: VllmE
 
 
 async def test_the_prefix_cache_shows_in_the_load(engine: VllmEngine) -> None:
+    await engine.generate([5], GREEDY, request_id="first")  # what was aborted is counted by then
     before = await engine.load()
     for _ in range(2):
         made = await engine.generate(list(range(100, 300)), GREEDY, request_id="cached")

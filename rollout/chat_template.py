@@ -11,7 +11,6 @@ template wants is found by rendering a small conversation both ways.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from jinja2 import TemplateError, UndefinedError
 
 from rollcage.rollout.control_tokens import SPLIT, ControlTexts
+from rollcage.rollout.model_json import read_json
 from rollcage.rollout.policies.base import Tool
 from rollcage.rollout.tokenizer import Tokenizer
 from rollcage.rollout.trajectory import Message, ToolCall
@@ -292,7 +292,7 @@ def _calls(message: Message) -> tuple[ToolCall, ...]:
 def _arguments(call: ToolCall) -> Any:
     """The arguments as an object, as templates expect them; the text as it is where it is none."""
     try:
-        arguments = json.loads(call.arguments)
+        arguments = read_json(call.arguments)
     except ValueError:
         return call.arguments
     return arguments if isinstance(arguments, dict) else call.arguments

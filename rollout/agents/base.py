@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from rollcage.rollout.agents.options import check_options
 from rollcage.rollout.clock import AgentClock
 from rollcage.rollout.policies.base import PolicySession, Sampling
 from rollcage.rollout.sandbox.base import Sandbox, Shell
@@ -70,10 +71,11 @@ def load_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
     Raises `ValueError` with the known names where there is none, where it does not take the options, and where
     it is no agent.
     """
-    factory = _find(name)
+    factory, given = _find(name), dict(options or {})
     try:
-        agent: Agent = factory(**(options or {}))
-    except TypeError as error:
+        check_options(factory, given)
+        agent: Agent = factory(**given)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"agent {name!r} does not take these options: {error}") from error
     except _USER_ERRORS as error:
         raise ValueError(f"agent {name!r} cannot be made: {type(error).__name__}: {error}") from error

@@ -41,8 +41,8 @@ def parse_action(answer: str) -> Action:
     chosen = labelled or [body for label, body in blocks if not label]
     if len(chosen) != 1:
         raise ValueError(f"it held {len(chosen) or 'no'} bash block{'s' if len(chosen) > 1 else ''}")
-    lines = chosen[0].strip().splitlines()
-    done = bool(lines) and lines[-1].strip().replace("'", "").replace('"', "") in DONE
+    lines = chosen[0].strip().split("\n")
+    done = lines[-1].strip().replace("'", "").replace('"', "") in DONE
     command = "\n".join(lines[:-1] if done else lines).strip()
     if not command and not done:
         raise ValueError("its bash block was empty")
@@ -156,7 +156,8 @@ def _blocks(answer: str) -> Sequence[tuple[str, str]]:
     blocks: list[tuple[str, str]] = []
     opening: tuple[str, str] | None = None
     body: list[str] = []
-    for line in answer.splitlines():
+    # `splitlines` would make newlines of form feeds and others that a command may hold.
+    for line in answer.replace("\r\n", "\n").split("\n"):
         fence = _FENCE.fullmatch(line)
         if opening is None:
             if fence:

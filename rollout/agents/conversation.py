@@ -43,6 +43,7 @@ class Conversation:
         self._summaries = summaries
         self._turns = 0
         self._malformed = 0
+        self._drop_unanswered()
         self.count_tokens = token_counter(context.session)
 
     async def ask(
@@ -82,10 +83,12 @@ class Conversation:
 
     def malformed(self, turn: Turn, problem: str) -> None:
         """The answer held no action that could be read, because of `problem`. Raises `AgentStopped` where that has
-        happened too often in a row."""
+        happened too often in a row; it is the limit of tokens where that has cut the answer."""
         turn.malformed = True
         self._malformed += 1
         if self._malformed >= self._limits.malformed:
+            if turn.finish_reason == "length":
+                self._tokens_left()
             said = f"{self._malformed} answers in a row held no action that could be read; of the last, {problem}"
             raise AgentStopped("malformed_actions", said)
 
@@ -132,11 +135,8 @@ class Conversation:
     def _sampling(self, new: list[Message], tools: Sequence[Tool], purpose: str) -> Sampling:
         """The job's, with no more tokens than the limit leaves, and the context where a summary is to fit behind
         the answer."""
-        sampling, limit = self._context.sampling, self._limits.tokens
-        if limit is not None:
-            left = limit - self._context.trajectory.completion_tokens
-            if left <= 0:
-                raise AgentStopped("token_limit", f"the agent used its {limit} tokens")
+        sampling, left = self._context.sampling, self._tokens_left()
+        if left is not None:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
         most = self._max_model_len
         if self._summaries is not None and most is not None:
@@ -144,6 +144,23 @@ class Conversation:
             room = max(1, most - kept - self._prompt_tokens(new, tools))
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         return sampling
+
+    def _tokens_left(self) -> int | None:
+        """Tokens that may still be sampled, at least 1; None without a limit. Raises `AgentStopped` where there are
+        none."""
+        limit = self._limits.tokens
+        if limit is None:
+            return None
+        left = limit - self._context.trajectory.completion_tokens
+        if left <= 0:
+            raise AgentStopped("token_limit", f"the agent used its {limit} tokens")
+        return left
+
+    def _drop_unanswered(self) -> None:
+        """What was asked when the step before ended has no answer, and is not in the session's conversation."""
+        messages = self._context.trajectory.messages
+        while messages and messages[-1].role != "assistant":
+            messages.pop()
 
     def _is_long(self, new: list[Message], summaries: Summaries) -> bool:
         most = self._max_model_len

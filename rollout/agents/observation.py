@@ -27,7 +27,7 @@ def token_counter(session: PolicySession | None) -> Callable[[str], int]:
 
 def check_caps(command_timeout_sec: float, output_bytes: int, max_output_tokens: int | None) -> None:
     """Raises `ValueError` where an agent's option leaves nothing of a command."""
-    if output_bytes < 1 or command_timeout_sec <= 0:
+    if output_bytes < 1 or not command_timeout_sec > 0:  # not a number is above nothing
         raise ValueError("output_bytes and command_timeout_sec must be above 0")
     if max_output_tokens is not None and max_output_tokens < 1:
         raise ValueError("max_output_tokens must be above 0 (null: no limit)")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from rollcage.rollout.model_json import read_json
 from rollcage.rollout.policies.base import Structure, Tool
 
 
@@ -108,7 +109,7 @@ def read_call(name: str, arguments: str, tools: Sequence[Tool]) -> Call:
     if tool is None:
         raise CallProblem(f"there is no tool {name!r}; there are {_listed(tool.name for tool in tools)}")
     try:
-        values = json.loads(arguments or "{}")
+        values = read_json(arguments or "{}")
     except ValueError as error:
         raise CallProblem(f"the arguments of {name} are no JSON: {error}") from error
     if not isinstance(values, dict):
@@ -132,7 +133,7 @@ def read_structured(answer: str, tools: Sequence[Tool]) -> Call:
     if text.startswith("```") and text.endswith("```"):
         text = text[3:-3].removeprefix("json").strip()
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError as error:
         raise CallProblem(f"it is no JSON: {error}") from error
     if not isinstance(value, dict) or not isinstance(value.get("tool"), str):
@@ -176,7 +177,7 @@ def _checked(what: str, value: Any, schema: Mapping[str, Any]) -> Any:
         if value < schema.get("minimum", value):
             raise CallProblem(f"{what} must be at least {schema['minimum']}")
         if "exclusiveMinimum" in schema and not schema["exclusiveMinimum"] < value < inf:
-            raise CallProblem(f"{what} must be above {schema['exclusiveMinimum']}")
+            raise CallProblem(f"{what} must be above {schema['exclusiveMinimum']} and finite")
     return value
 
 

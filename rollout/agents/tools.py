@@ -144,11 +144,10 @@ class ToolsAgent:
                 content = "[not run: the task was submitted before]"
             else:
                 try:
-                    read = self._read(call)
+                    read = self._read(call, cut=turn.finish_reason == "length" and call is calls[-1])
                 except CallProblem as problem:
                     problems.append(str(problem))
-                    cut = " It was cut off at the token limit." if turn.finish_reason == "length" else ""
-                    content = f"[not run: {problem}.{cut}]"
+                    content = f"[not run: {problem}]"
                 else:
                     done = read.tool == tool_table.SUBMIT.name
                     content = "[submitted]" if done else await self._run(context, turn, read, cap)
@@ -202,7 +201,9 @@ class ToolsAgent:
             return made.tool_calls
         return () if made.finish_reason == "length" else (ToolCall("", "", made.text),)
 
-    def _read(self, call: ToolCall) -> Call:
+    def _read(self, call: ToolCall, *, cut: bool) -> Call:
+        if cut:  # some parsers read half a command as a whole one
+            raise CallProblem("the answer was cut off at the token limit, and this call with it")
         if self.structure is not None:
             return read_structured(call.arguments, self.tools)
         return read_call(call.name, call.arguments, self.tools)

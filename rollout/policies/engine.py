@@ -133,7 +133,7 @@ class TokenSession:
         parsed = made.parsed or Parsed(text)
         completion = Completion(
             text=parsed.text,
-            finish_reason="tool_calls" if parsed.tool_calls else made.finish_reason,
+            finish_reason="tool_calls" if parsed.tool_calls and made.finish_reason == "stop" else made.finish_reason,
             prompt_ids=prompt.ids,
             ids=made.ids,
             logprobs=made.logprobs,

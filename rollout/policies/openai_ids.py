@@ -35,6 +35,12 @@ from rollcage.rollout.tokens import Tokenizer
 
 DERENDER = "/chat/completions/derender"
 
+NO_PARSER = (
+    "the server does not take sampled ids apart, so that calls of tools cannot be told from text: start vLLM with "
+    "--enable-scale-out --enable-auto-tool-choice --tool-call-parser NAME, or leave the policy's `tokenizer` out, or "
+    "set the agent's `structured: true`"
+)
+
 PROMPT_TAIL = 16
 """Ids of the prompt that vLLM looks at to see how the first token of the answer is spelt."""
 
@@ -63,8 +69,11 @@ class ServerEngine:
         structure: Structure | None = None,
     ) -> Generation:
         """See `TokenEngine`. `queue_seconds` holds what was waited here, other tries included, and the server's own
-        queue where it tells of it."""
+        queue where it tells of it. Raises `policy_error` for tools whose calls nobody would tell from the text: the
+        answers would be called malformed, and that is not the model's doing."""
         require_room(len(prompt_ids), self.max_model_len)
+        if tools and structure is None and not self._parses:
+            raise PolicyError("policy_error", NO_PARSER)
         begun = time.monotonic()
         form = structure if self._holds_form else None
         try:

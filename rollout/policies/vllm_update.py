@@ -31,8 +31,7 @@ def how_to_update(llm: Any, model: str, lora: tuple[str, str] | None, path: Path
     Reads the files. Raises `ValueError` where there is no way."""
     if not is_adapter(path):
         how = how_to_load(model, path)
-        # Loaded in place, the layers that an adapter changes kept their old weights (vLLM 0.32, seen in logprobs)
-        return how if lora is None else "restart"
+        return "restart" if _keeps_old_head(llm) else how
     if lora is None:
         raise ValueError(f"{path} is a LoRA adapter, and this engine was started without one")
     require_adapter_fits(path, local_directory(model))
@@ -42,6 +41,15 @@ def how_to_update(llm: Any, model: str, lora: tuple[str, str] | None, path: Path
     if given is not None:
         raise ValueError(f"{path} has rank {rank}, and the engine's max_lora_rank is {held}")
     return "restart"
+
+
+def _keeps_old_head(llm: Any) -> bool:
+    """Whether loading in place would leave the old output layer: on a CPU vLLM packs a copy of it, which it makes anew
+    for weights of its own only, not for those that are the embedding's (0.32; the log-probabilities show it)."""
+    from vllm.platforms import current_platform
+
+    tied = getattr(llm.model_config.hf_text_config, "tie_word_embeddings", False)
+    return bool(tied and current_platform.is_cpu())
 
 
 async def replace_in_place(llm: Any, how: How, path: str, version: int, lora: tuple[str, str] | None) -> None:

@@ -529,6 +529,15 @@ async def test_a_tokenizer_needs_a_server_that_takes_and_gives_ids(server: Scrip
     assert "leave it out" in await refused_at_start(server.settings(tokenizer="/nowhere", tokens="none"))
 
 
+async def test_tools_that_nobody_would_read_the_calls_of_are_refused_with_the_remedy(
+    server: Scripted,
+) -> None:
+    engine = ServerEngine(Server(server.settings()), ByteTokenizer(), 100, kind="vllm", parses=False)
+    with pytest.raises(PolicyError, match="--enable-scale-out"):
+        await engine.generate([1], SOME, request_id="r", session_id="s", tools=[TOOL])
+    assert server.bodies == []
+
+
 async def test_sglang_takes_and_gives_ids_at_its_own_generate(server: Scripted) -> None:
     async def generate(_: web.Request) -> web.StreamResponse:
         about = {

@@ -1,5 +1,4 @@
-"""New adapters in an engine that runs, and engines that hang or fail. Two engines in all, with tiny models. (New
-weights in place: test_vllm.py.)
+"""New weights in an engine that runs, and engines that hang or fail. Two engines in all, with tiny models.
 
 The tests follow each other: each leaves the weights that the next one begins with.
 """
@@ -9,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -97,17 +97,44 @@ async def test_thinking_is_free_before_a_structured_answer(served: Served) -> No
     assert "}" not in said or json.loads(said) == {}
 
 
-async def test_an_adapter_takes_the_place_of_another(served: Served) -> None:
-    engine, (one, two) = served.engine, served.adapters
+async def test_requests_under_way_finish_on_the_weights_that_they_began_with(served: Served) -> None:
+    engine, (one, _) = served.engine, served.adapters
     await probe(engine, served.first, one)
+    asked = ask(engine, 6)  # 4 run, 2 wait
+    await engine.check()
+    assert await engine.update_weights(str(served.second), 1, in_flight="finish") == "reload"
+    assert (engine.version, engine.model) == (1, str(served.second))
+    for made in await asyncio.gather(*asked):
+        assert (made.version, made.version_end, made.finish_reason) == (0, 0, "length")
+    await probe(engine, served.second, one)
     with pytest.raises(AssertionError):  # or the probe would see no difference
+        await probe(engine, served.first, one)
+
+
+async def test_requests_under_way_continue_with_the_new_weights(served: Served) -> None:
+    engine, (one, _) = served.engine, served.adapters
+    asked = ask(engine, 6)
+    await engine.check()
+    assert await engine.update_weights(str(served.first), 2, in_flight="continue") == "reload"
+    late = await engine.generate(PROMPT, GREEDY, request_id="late")
+    made = await asyncio.gather(*asked)
+    assert (made[0].version, made[0].version_end) == (1, 2)
+    assert {(answer.version, answer.version_end) for answer in made} <= {(1, 2), (2, 2)}
+    assert all(len(answer.ids) == 256 - len(PROMPT) for answer in made)
+    assert late.version == 2
+    await probe(engine, served.first, one)
+
+
+async def test_an_adapter_takes_the_place_of_another(served: Served) -> None:
+    engine, (_, two) = served.engine, served.adapters
+    with pytest.raises(AssertionError):
         await probe(engine, served.first, two)
     asked = ask(engine, 4)
     await engine.check()
-    assert await engine.update_weights(str(two), 1, in_flight="continue") == "lora"
+    assert await engine.update_weights(str(two), 3, in_flight="continue") == "lora"
     assert engine.lora == ("adapter", str(two))
     for made in await asyncio.gather(*asked):
-        assert (made.version_end, len(made.ids)) == (1, 256 - len(PROMPT))
+        assert (made.version_end, len(made.ids)) == (3, 256 - len(PROMPT))
     await probe(engine, served.first, two)
 
 
@@ -124,14 +151,17 @@ async def test_weights_that_cannot_be_loaded_leave_everything_as_it_was(
     ):
         with pytest.raises(ValueError, match=said):
             await engine.update_weights(str(path), 9, in_flight="continue")
-    assert engine.version == 1
+    assert engine.version == 3
     await probe(engine, served.first, served.adapters[1])
 
 
 async def test_a_hung_engine_is_noticed_and_replaced_by_one_with_the_new_weights(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = served.engine
+    other = Path(shutil.copytree(served.second, tmp_path / "other"))
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|im_start|>", "<|im_begin|>"))
     assert engine._launched is not None
     hung, scratch = engine._launched.processes, engine._launched._scratch[0]
     assert scratch.name.startswith(VLLM)
@@ -144,7 +174,7 @@ async def test_a_hung_engine_is_noticed_and_replaced_by_one_with_the_new_weights
         await engine.check(timeout_sec=1.0)
     assert error.value.error_class == "policy_unavailable"
     monkeypatch.undo()
-    assert await engine.update_weights(str(served.second), 5, in_flight="continue") == "restart"
+    assert await engine.update_weights(str(other), 5, in_flight="continue") == "restart"
     assert not [process for process in hung if process.is_running()]
     assert not scratch.exists()
     await probe(engine, served.second, served.adapters[1])

@@ -1,0 +1,70 @@
+"""Checking an agent's options against what its `__init__` says that it takes.
+
+Only annotations of what JSON and YAML have values for are looked at; whatever else an agent takes it checks itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+_PLAIN = (int, float, bool, str, NoneType)
+_HOLDERS = (Union, UnionType, Sequence, Mapping, list, dict)
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "none_required": "null",
+    "list_type": "a list",
+    "is_instance_of": "a list",
+    "sequence_str": "a list",
+    "dict_type": "a mapping",
+    "mapping_type": "a mapping",
+}
+"""By pydantic's names of errors."""
+
+
+def check_options(factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises `ValueError` that names the option, and what it is instead, where one is not of its annotation's kind: no
+    text is taken for a number, no word for true."""
+    try:
+        hints = get_type_hints(factory.__init__ if isinstance(factory, type) else factory)
+    except (AttributeError, NameError, TypeError):  # names that only a type checker knows
+        return
+    for name, value in options.items():
+        hint = hints.get(name)
+        if hint is None or not _is_plain(hint):
+            continue
+        try:
+            TypeAdapter(hint).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ValueError(_said(name, hint, error)) from error
+
+
+def _is_plain(hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is None:
+        return hint in _PLAIN
+    return origin is Literal or (origin in _HOLDERS and all(map(_is_plain, get_args(hint))))
+
+
+def _said(name: str, hint: Any, error: ValidationError) -> str:
+    found = error.errors()
+    first, one_of = found[0], get_origin(hint) in (Union, UnionType)
+    if one_of and len(found) > 1:
+        kinds, place = [_kind(each["type"], each["msg"]) for each in found], ""
+    else:
+        kinds = [_kind(first["type"], first["ctx"]["expected"] if "ctx" in first else first["msg"])]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    if one_of and NoneType in get_args(hint) and not place:
+        kinds.append("null")
+    shown = repr(first["input"])
+    return f"{name}{place} must be {' or '.join(dict.fromkeys(kinds))}, not {shown[:80]}"
+
+
+def _kind(name: str, otherwise: str) -> str:
+    return _KINDS.get(name, otherwise)

@@ -11,16 +11,20 @@ from urllib.parse import urlsplit
 from rollcage.cluster.config_policies import AnthropicPolicyConfig
 from rollcage.rollout.policies.anthropic import AnthropicPolicy
 from rollcage.rollout.policies.anthropic_client import Endpoint
+from rollcage.rollout.policies.api_keys import api_key
 from rollcage.rollout.policies.budget import LocalBudget
 
 
 def anthropic_policy(
     name: str, settings: AnthropicPolicyConfig, environ: Mapping[str, str] | None = None
 ) -> AnthropicPolicy:
-    """The policy, with a budget of this process's own. Raises `ValueError` where the key that it needs is not set."""
+    """The policy, with a budget of this process's own. Raises `ValueError` where the key that it needs is not
+    set, or cannot be one."""
     environ = os.environ if environ is None else environ
     base_url = settings.base_url or environ.get("ANTHROPIC_BASE_URL") or None
-    key = environ.get(settings.api_key_env) or None
+    if base_url is not None and not base_url.startswith(("http://", "https://")):
+        raise ValueError(f"{base_url} (of ANTHROPIC_BASE_URL) is no URL: it begins with http:// or https://")
+    key = api_key(settings.api_key_env, environ)
     if key is None and not _is_loopback(base_url):
         raise ValueError(
             f"the variable {settings.api_key_env} is not set: export it with the key of "

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollcage.rollout.outcome import Cancelled
+from rollcage.rollout.outcome import Cancelled, PolicyError
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.policies.budget import Budgeted, spent_message
 
@@ -79,6 +79,8 @@ class SharedBudget:
         try:
             # Shielded: a call that its caller is called off from is carried out all the same.
             return await asyncio.shield(asyncio.ensure_future(answer))
+        except ActorUnavailableError as error:  # a RayActorError that passes
+            raise PolicyError("policy_unavailable", f"the job's budget cannot be asked: {error}") from error
         except RayActorError as error:
             said = f"the job's budget of ${self.limit_usd:g} is not counted any more: its actor is gone"
             raise Cancelled(said) from error

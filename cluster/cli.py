@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import redirect_stdout
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from rich.markup import escape
 from rollcage.cluster.cli_again import regrade, replay
 from rollcage.cluster.cli_common import DockerHost, Exit, Json, err, out
 from rollcage.cluster.cli_common import print_json as _print_json
+from rollcage.cluster.cli_policy import policy_app
 from rollcage.cluster.errors import CouldNotRun, InputError
 
 app = typer.Typer(
@@ -31,6 +33,7 @@ tasks_app = typer.Typer(help="Check and import tasks.", no_args_is_help=True)
 config_app = typer.Typer(help="What a job's YAML may say.", no_args_is_help=True)
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(config_app, name="config")
+app.add_typer(policy_app, name="policy")
 
 app.command()(replay)
 app.command()(regrade)
@@ -209,10 +212,11 @@ def report(
     """The outcome table of a run, from its files alone; also of one that is not finished."""
     from rollcage.metrics.report import render, summarize
     from rollcage.rollout.arrow import RunError
+    from rollcage.rollout.schema import SchemaVersionError
 
     try:
         summary = summarize(run)
-    except RunError as error:
+    except (RunError, SchemaVersionError) as error:
         raise InputError(str(error)) from error
     if as_json:
         _print_json(summary)
@@ -283,6 +287,10 @@ def config_schema() -> None:
 def main() -> None:
     """Entry point: every error that a user can mend is one message and an exit status."""
     sys.path.append(str(Path.cwd()))  # where a `module:Class` of the user's own is looked for
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # as standard error: tasks have names that ASCII has not
     try:
         status = app(standalone_mode=False)
     except UsageProblem as error:

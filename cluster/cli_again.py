@@ -65,7 +65,8 @@ def replay(
     else:
         render_comparison(done.comparison, out)
         if done.result is not None:
-            out.print(f"\nTrajectories: {done.result.run}/rollouts/*.arrow", highlight=False, soft_wrap=True)
+            trajectories = f"\nTrajectories: {done.result.run}/rollouts/*.arrow"
+            out.print(trajectories, highlight=False, markup=False, soft_wrap=True)
     if done.interrupted:
         raise typer.Exit(Exit.INTERRUPTED)
     raise typer.Exit(Exit.INCOMPLETE if done.incomplete else Exit.DONE)

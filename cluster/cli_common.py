@@ -13,8 +13,8 @@ from rich.console import Console
 NO_TERMINAL = 10_000
 """Columns where nobody looks on: tables take what they need, and no text is broken."""
 
-out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else NO_TERMINAL)
-err = Console(stderr=True)
+out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else NO_TERMINAL, emoji=False)
+err = Console(stderr=True, emoji=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 DockerHost = Annotated[
@@ -34,6 +34,11 @@ class Exit(IntEnum):
 
 
 def print_json(value: Any) -> None:
-    """Print the result and nothing else."""
-    out.file.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    """Print the result and nothing else; where standard output cannot take a character of it, as ASCII."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    try:
+        text.encode(getattr(out.file, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=2, default=str)
+    out.file.write(text + "\n")
     out.file.flush()

@@ -214,12 +214,7 @@ def _name_policy(source: Source) -> None:
 def _cross_check(config: JobConfig) -> Iterator[tuple[Where, str, str]]:
     """What no single value shows: names that lead nowhere, things that are there twice, files that are not."""
     for place, tasks in enumerate(config.tasks):
-        found = (
-            glob.iglob(tasks, recursive=True)
-            if glob.has_magic(tasks)
-            else iter(glob.glob(glob.escape(tasks)))
-        )
-        if next(iter(found), None) is None:
+        if not Path(tasks).exists() and next(glob.iglob(tasks, recursive=True), None) is None:
             yield (
                 ("tasks", place),
                 f"there is no {tasks}",
@@ -246,6 +241,13 @@ def _cross_check(config: JobConfig) -> Iterator[tuple[Where, str, str]]:
             yield where, f"{row.domain} errors of this class are never tried again", remedy
 
 
+def _option_named(agent: AgentConfig, said: str) -> tuple[str, ...]:
+    """The option that the message speaks of first; none where it names none that is there."""
+    known = "|".join(map(re.escape, agent.options))
+    found = re.search(rf"\b({known})\b", said.partition("these options: ")[2]) if known else None
+    return () if found is None else (found[1],)
+
+
 def _check_agent(config: JobConfig, agent: AgentConfig, where: Where) -> Iterator[tuple[Where, str, str]]:
     try:
         loaded = load_agent(agent.name, agent.options)
@@ -253,8 +255,8 @@ def _check_agent(config: JobConfig, agent: AgentConfig, where: Where) -> Iterato
         if ":" not in agent.name and agent.name not in known_agents():
             yield (*where, "name"), f"no agent is called {agent.name!r}", nearest(agent.name, known_agents())
         else:
-            setting = "options" if "these options" in str(error) else "name"
-            yield (*where, setting), str(error), "see the agent's own documentation"
+            setting = ("options", *_option_named(agent, str(error))) if "these options" in str(error) else ("name",)
+            yield (*where, *setting), str(error), "see the agent's own documentation"
         return
     if agent.policy is not None and agent.policy not in config.policies:
         remedy = nearest(agent.policy, config.policies) if config.policies else "describe it under `policies`"
@@ -306,13 +308,16 @@ def _explain(error: ValidationError, source: Source) -> Iterator[str]:
             yield source.problem(where, "is empty", "name at least one")
         elif kind == "string_pattern_mismatch":
             remedy = "letters, digits and . _ @ -, at most 63"
-            yield source.problem(
-                where[:-1] if where[-1:] == ("[key]",) else where, f"cannot be a name: {shown(value)}", remedy
-            )
+            yield source.problem(_without_key(where), f"cannot be a name: {shown(value)}", remedy)
         else:
             said = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
             told = said if isinstance(value, Mapping) else f"{said}, not {shown(value)}"
-            yield source.problem(where, told, "see `rollcage config schema`")
+            yield source.problem(_without_key(where), told, "see `rollcage config schema`")
+
+
+def _without_key(where: Where) -> Where:
+    """The way to a mapping's entry, where it is the key that is wrong."""
+    return where[:-1] if where[-1:] == ("[key]",) else where
 
 
 def _remedy(key: str, model: type[BaseModel]) -> str:

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from rollcage.rollout.policies.base import Sampling
 from rollcage.rollout.policies.prices import Prices, known_prices
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+
+
+def _url(text: str) -> str:
+    if not re.match(r"https?://[^/\s]", text):
+        raise ValueError("must be a URL that begins with http:// or https://")
+    return text
+
+
+def _header_name(text: str) -> str:
+    if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", text):
+        raise ValueError("must be a name that HTTP takes: letters, digits and -")
+    return text
+
+
+def _header_value(text: str) -> str:
+    if not re.fullmatch(r"([!-~]([ \t!-~]*[!-~])?)?", text):
+        raise ValueError("must be one line of ASCII without space around it")
+    return text
+
+
+Url = Annotated[str, AfterValidator(_url)]
+HeaderName = Annotated[str, AfterValidator(_header_name)]
+HeaderValue = Annotated[str, AfterValidator(_header_value)]
+"""What HTTP can carry: RFC 9110, 5.1 and 5.5."""
 
 
 class Settings(BaseModel):
@@ -104,7 +129,7 @@ class OpenAIPolicyConfig(Settings):
     """A model behind a server that speaks OpenAI's chat or completions API: vLLM, SGLang, any other."""
 
     kind: Literal["openai"]
-    base_url: str = Field(pattern=r"^https?://[^/\s]+", description="Such as http://server:8000/v1.")
+    base_url: Url = Field(description="Such as http://server:8000/v1.")
     model: str = Field(min_length=1, description="As the server calls it.")
     api_key_env: str = Field(
         default="OPENAI_API_KEY",
@@ -121,7 +146,7 @@ class OpenAIPolicyConfig(Settings):
         "that nothing sampled is tokenized again; without, as messages to the chat API.",
     )
     template_kwargs: dict[str, Any] = Field(default={}, description="Variables of the model's chat template.")
-    headers: dict[str, str] = Field(
+    headers: dict[HeaderName, HeaderValue] = Field(
         default={}, description="Sent with each request; {session} is the attempt's id."
     )
     extra_body: dict[str, Any] = Field(default={}, description="Further fields of each request.")
@@ -152,8 +177,8 @@ class AnthropicPolicyConfig(Settings):
     """Claude, or a server that speaks Anthropic's Messages API."""
 
     kind: Literal["anthropic"]
-    model: str
-    base_url: str | None = Field(
+    model: str = Field(min_length=1)
+    base_url: Url | None = Field(
         default=None, description="Without /v1. None: ANTHROPIC_BASE_URL, or Anthropic's own."
     )
     api_key_env: str = Field(
@@ -178,6 +203,12 @@ class AnthropicPolicyConfig(Settings):
     retry_sec: Seconds = 600.0
     request_timeout_sec: Seconds = 600.0
     sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def _no_version_twice(self) -> AnthropicPolicyConfig:
+        if self.base_url is not None and self.base_url.rstrip("/").endswith("/v1"):
+            raise ValueError("leave /v1 out of base_url: it is asked for behind it")
+        return self
 
     @model_validator(mode="after")
     def _no_seed(self) -> AnthropicPolicyConfig:
@@ -206,7 +237,9 @@ class AnthropicPolicyConfig(Settings):
         budget = thinking.get("budget_tokens")
         if thinking["type"] == "enabled" and (type(budget) is not int or budget < 1024):
             raise ValueError("thinking of type enabled needs budget_tokens, a number of at least 1024")
-        if type(budget) is int and budget >= most:
+        if budget is not None and type(budget) is not int:
+            raise ValueError("thinking.budget_tokens is a number of tokens, or left out")
+        if budget is not None and budget >= most:
             raise ValueError(
                 f"thinking.budget_tokens ({budget}) leaves no room in sampling.max_tokens ({most}), which counts the "
                 "thinking too: raise sampling.max_tokens"

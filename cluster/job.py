@@ -22,15 +22,17 @@ from rich.console import Console
 from rollcage.cluster.checks import clean_up_after
 from rollcage.cluster.config import JobConfig, PolicyConfig, ScriptedPolicyConfig, VllmPolicyConfig, load_job
 from rollcage.cluster.config_policies import AnthropicPolicyConfig, OpenAIPolicyConfig, RecordedPolicyConfig
+from rollcage.cluster.control_requests import answering, control_folder
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import host_spec, make_plan, named_env
 from rollcage.cluster.progress import JobProgress
+from rollcage.cluster.retries import Retries
 from rollcage.metrics.report import summarize
 from rollcage.rollout.arrow import TABLES, Location, RunError
-from rollcage.rollout.outcome import RolloutError
+from rollcage.rollout.outcome import BY_NAME, RolloutError
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.task import hide_values
 
@@ -88,6 +90,10 @@ def run_plan(
     about: Mapping[str, Any] | None = None,
 ) -> RunResult:
     """Run what has been planned; `about` goes into `job.json`, too. Raises as `run_job`."""
+    for name, policy in config.used_policies().items():
+        if isinstance(policy, OpenAIPolicyConfig):
+            asked = f"asking policy {name} at {policy.base_url} for one token"
+            console.print(asked, highlight=False, markup=False, soft_wrap=True)
     clients = client_policies(config)
     job = {
         "job": plan.job,
@@ -98,8 +104,10 @@ def run_plan(
     try:
         run = Path(config.output) if config.output else new_run_directory(Path("runs"), config.name)
         ledger = Ledger.create(run, job, overwrite=overwrite)
-    except (RunError, OSError) as error:
+    except RunError as error:
         raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(f"the run directory cannot be made: {error}") from error
     try:
         interrupted = asyncio.run(_run(config, plan, clients, ledger, console))
     except asyncio.CancelledError:
@@ -202,12 +210,14 @@ async def _run(
             progress.say("joining the Ray cluster" if config.ray.address else "starting Ray on this machine")
             if config.sandbox.network.insecure_network:
                 progress.say(INSECURE)
+            control = stack.enter_context(control_folder(Path(ledger.location.path), progress.say))
             await stack.enter_async_context(_ray(config, interrupts))
             from rollcage.cluster.actors import RayHosts
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
 
             clients, budgets = await stack.enter_async_context(shared_budgets(scripted))
             served = await stack.enter_async_context(_served_policies(config, progress))
+            await stack.enter_async_context(answering(control, served, progress.say))
             engines = {name: policy.policy for name, policy in served.items()}
             hosts = RayHosts(host_spec(config, plan, {**clients, **engines}), say=progress.say)
             driver = Driver(plan, ledger, hosts, progress)
@@ -292,6 +302,12 @@ async def _served_policies(
         for name, policy in config.used_policies().items():
             if not isinstance(policy, VllmPolicyConfig):
                 continue
+            if policy.max_staleness == 0 and policy.stale == "drop":
+                progress.say(
+                    f"policies.{name}.max_staleness is 0: a rollout under which the weights change begins again, "
+                    f"{Retries(config.retries).budget(BY_NAME['stale'])} times at most; where updates come faster than "
+                    "rollouts end, none does"
+                )
             started = time.monotonic()
             progress.say(f"starting policy {name}: {policy.model} in {policy.replicas} replica(s) of vLLM")
             model = await asyncio.to_thread(model_path, policy.model)

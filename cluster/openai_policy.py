@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from rollcage.cluster.config_policies import OpenAIPolicyConfig
 from rollcage.cluster.errors import CouldNotRun
@@ -14,13 +16,21 @@ from rollcage.rollout.policies.openai_wire import ServerSettings
 
 
 def served_policy(name: str, policy: OpenAIPolicyConfig, tokenizer: str | None) -> Policy:
-    """`tokenizer` is the directory or name that the settings' own stands for. Blocks until the server has answered, in
-    a thread of its own: a running event loop does not matter. Raises `ValueError` for what the user must change, and
-    `CouldNotRun` where the server fails."""
+    """`tokenizer` is the directory or name that the settings' own stands for. Blocks until the server has answered.
+    Raises `ValueError` for what the user must change, and `CouldNotRun` where the server fails."""
     given = policy.model_dump(exclude={"kind", "sampling"})
     settings = ServerSettings(**{**given, "tokenizer": tokenizer})
+    try:
+        return _result(openai_policy(settings, name=name))
+    except PolicyError as error:
+        raise CouldNotRun(f"policies.{name}: {settings.base_url}: {error}") from error
+
+
+def _result(work: Coroutine[Any, Any, Policy]) -> Policy:
+    """What it returns. Ctrl-C calls it off; where an event loop runs, it needs a thread of its own and goes on."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
     with ThreadPoolExecutor(1) as thread:
-        try:
-            return thread.submit(asyncio.run, openai_policy(settings, name=name)).result()
-        except PolicyError as error:
-            raise CouldNotRun(f"policies.{name}: {settings.base_url}: {error}") from error
+        return thread.submit(asyncio.run, work).result()

@@ -28,8 +28,13 @@ from rollcage.rollout.task import (
 )
 
 
-def make_plan(config: JobConfig, environ: Mapping[str, str] | None = None) -> JobPlan:
-    """Read every task of the job.
+def make_plan(
+    config: JobConfig,
+    environ: Mapping[str, str] | None = None,
+    *,
+    leave_out: str = "with --skip-unready (skip_unready: true)",
+) -> JobPlan:
+    """Read every task of the job. `leave_out`: how a user leaves tasks out, for a message.
 
     Raises `InputError` where there is no task, or where tasks need variables that `environ` (this process's, by
     default) does not have and the job does not `skip_unready`: one message with all of them.
@@ -39,7 +44,7 @@ def make_plan(config: JobConfig, environ: Mapping[str, str] | None = None) -> Jo
     loaded = name_apart([task for _, task, _ in checked if task is not None], Path.cwd())
     names = {task.name for task in loaded}
     broken = [_broken(path, problems, names) for path, task, problems in checked if task is None]
-    tasks = {TaskKey(task.name, task.digest): task for task in _ready(config, loaded, environ)}
+    tasks = {TaskKey(task.name, task.digest): task for task in _ready(config, loaded, environ, leave_out)}
     if not tasks and not broken:
         raise InputError("no task is left to run: every one of them needs variables that are not set")
     return JobPlan(
@@ -143,7 +148,9 @@ def _broken(path: Path, problems: Sequence[Problem], names: set[str]) -> BrokenT
     return BrokenTask(TaskKey(name, digest), error_class, evidence)
 
 
-def _ready(config: JobConfig, tasks: Sequence[Task], environ: Mapping[str, str]) -> list[Task]:
+def _ready(
+    config: JobConfig, tasks: Sequence[Task], environ: Mapping[str, str], leave_out: str
+) -> list[Task]:
     """The tasks whose variables are set."""
     oracle = any(agent.name == "oracle" for agent in config.agents)
     missing = {task.name: missing_env(task, environ, solution=oracle) for task in tasks}
@@ -156,6 +163,6 @@ def _ready(config: JobConfig, tasks: Sequence[Task], environ: Mapping[str, str])
         count = sum(bool(found) for found in missing.values())
         raise InputError(
             f"{count} of {len(tasks)} tasks need variables that are not set; set them, or leave these tasks out "
-            "with --skip-unready (skip_unready: true):\n  " + "\n  ".join(lines)
+            f"{leave_out}:\n  " + "\n  ".join(lines)
         )
     return [task for task in tasks if not missing[task.name]]

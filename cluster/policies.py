@@ -77,6 +77,11 @@ class ServedPolicy:
         """Of the weights that are current."""
         return self._weights.version
 
+    @property
+    def path(self) -> str | None:
+        """What was replaced last; None before the first update."""
+        return self._weights.path
+
     async def start(self) -> None:
         """Start all replicas, side by side, and wait until each generates.
 
@@ -90,7 +95,13 @@ class ServedPolicy:
             info = await self._add(range(1, self._config.replicas + 1))
             self._syncing = asyncio.create_task(self._sync_for_ever())
             engine = Replicas(self._router, info, retry_sec=self._config.retry_sec)
-            self.policy = TokenPolicy(engine, name=self.name, template_kwargs=self._config.template_kwargs)
+            config = self._config
+            self.policy = TokenPolicy(
+                engine,
+                name=self.name,
+                template_kwargs=config.template_kwargs,
+                max_staleness=config.max_staleness if config.stale == "drop" else None,
+            )
             started = True
         finally:
             if not started:
@@ -121,6 +132,7 @@ class ServedPolicy:
                 if refused is not None and all(not _loaded(result) for result in results.values()):
                     await self._take_back(before, results)
                     raise refused
+            await self._sync()
             return results
 
     async def scale(self, replicas: int) -> None:
@@ -267,8 +279,10 @@ class ServedPolicy:
             number: Member(replica.actor, replica.report, replica.said)
             for number, replica in self._replicas.items()
         }
+        # The oldest that a new session may meet: with the newest, those would be stale that are begun anew.
+        versions = [replica.status.version for replica in self._replicas.values() if replica.report.open]
         try:
-            self._sessions = await self._router.sync.remote(members)
+            self._sessions = await self._router.sync.remote(members, min(versions, default=0))
         except GONE:
             return  # Ray starts it again, and the next time tells it everything
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from pydantic import ValidationError
 
 from rollcage.cluster.config import JobConfig
@@ -23,6 +24,7 @@ from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import make_plan
 from rollcage.rollout.arrow import Location, RunError, read_attempts, read_batches
 from rollcage.rollout.kept_states import PASSED
+from rollcage.rollout.schema import SchemaVersionError
 
 KEY = ("agent", "task", "sample")
 
@@ -49,9 +51,16 @@ class RecordedRun:
     tasks: Mapping[str, RecordedTask]
 
     def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The ended rollouts, one dictionary each, in the order in which they were written."""
-        for batch in read_batches(self.path, "rollouts", (*KEY, *columns)):
+        """The ended rollouts, one dictionary each, in the order in which they were written. Raises as `batches`."""
+        for batch in self.batches((*KEY, *columns)):
             yield from batch.to_pylist()
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """The same as Arrow. Raises `InputError` where the run's files cannot be read."""
+        try:
+            yield from read_batches(self.path, "rollouts", columns)
+        except (RunError, SchemaVersionError, pa.ArrowException) as error:
+            raise InputError(str(error)) from error
 
 
 def open_run(path: Path) -> RecordedRun:
@@ -72,6 +81,20 @@ def open_run(path: Path) -> RecordedRun:
     return RecordedRun(Path(os.path.abspath(path)), job, config, tasks)
 
 
+def check_output(run: RecordedRun, output: Path | None) -> None:
+    """Raise `InputError` where a new run may not be written to `output`, before anything is begun."""
+    if output is None:
+        return
+    if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(run.path)):
+        raise InputError(
+            f"--output {output} is in the run itself, which is not changed: name another directory"
+        )
+    if output.exists() and not output.is_dir():
+        raise InputError(f"--output {output} is no directory: name another one")
+    if Location.of(output).exists():
+        raise InputError(f"--output {output} holds a run already: name another directory")
+
+
 def kept_states(run: Path) -> str:
     """How many of a run's rollouts have a saved state, and why the others have none; for people."""
     kept, reasons = 0, Counter[str]()
@@ -86,12 +109,14 @@ def kept_states(run: Path) -> str:
 
 def plan_again(run: RecordedRun, config: JobConfig, names: Sequence[str]) -> JobPlan:
     """A plan of `config` for the run's tasks of these names, from their recorded paths, as they are now and under the
-    names that they had. Raises `InputError` for those that are gone or cannot be loaded any more."""
+    names that they had. Raises `InputError` for those that are gone, cannot be loaded any more, or need variables that
+    are not set: a job may leave tasks out for that, but one that is done again had all of these."""
     wanted = [run.tasks[name] for name in dict.fromkeys(names)]
     gone = [f"{task.name}: {task.path}" for task in wanted if not Path(task.path).is_dir()]
     if gone:
         raise InputError("tasks of the run are not where they were:\n  " + "\n  ".join(gone))
-    plan = make_plan(config.model_copy(update={"tasks": [task.path for task in wanted]}))
+    paths = {"tasks": [task.path for task in wanted], "skip_unready": False}
+    plan = make_plan(config.model_copy(update=paths), leave_out="with --task")
     if plan.broken:
         said = "\n".join(f"{broken.key.name}: {broken.evidence.message}" for broken in plan.broken)
         raise InputError(f"tasks of the run cannot be loaded any more:\n{said}")

@@ -34,12 +34,14 @@ from rollcage.cluster.recorded_run import (
     Selection,
     called,
     changed_tasks,
+    check_output,
     open_run,
     plan_again,
     select,
     shortened,
 )
-from rollcage.rollout.arrow import RunError, read_batches
+from rollcage.cluster.verdicts import shown, verdict_of
+from rollcage.rollout.arrow import RunError
 from rollcage.rollout.kept_states import PASSED
 from rollcage.rollout.outcome import Outcome, RolloutError
 from rollcage.rollout.rows import attempt_from_row
@@ -89,16 +91,20 @@ def regrade(options: RegradeOptions, console: Console) -> Regraded:
     """Regrade what is selected into a new run.
 
     Raises `InputError` where the run has no states, or its tasks are gone or have another environment; `CouldNotRun`
-    where the engine cannot be had; and `KeyboardInterrupt` where a signal ended it: what was graded is written.
+    where the engine cannot be had, or the new run cannot be written; and `KeyboardInterrupt` where a signal ended it:
+    what was graded is written.
     """
     run = open_run(options.run)
+    check_output(run, options.output)
     rows = select(run, Selection(task=options.task), list(run.rows(_COLUMNS)))
     saved = {row["task"] for row in rows if _images(row)}
     if not saved:
-        raise InputError(
-            f"{run.path}: no rollout that is meant has a saved state; jobs keep them with sandbox.keep_states: all, "
-            "or failed"
+        reasons = Counter(
+            reason for row in rows for reason in set((_state(row).get("missing") or {}).values())
         )
+        said = shortened([f"{count} because {reason}" for reason, count in reasons.items()], "; ")
+        remedy = "jobs keep them with sandbox.keep_states: all, or failed"
+        raise InputError(f"{run.path}: no rollout that is meant has a saved state: {said or remedy}")
     changes: dict[str, Any] = {"keep_states": "none", "warm": 0}
     if options.docker_host is not None:
         changes["docker_host"] = options.docker_host
@@ -115,7 +121,7 @@ def regrade(options: RegradeOptions, console: Console) -> Regraded:
         }
         ledger = Ledger.create(output, job)
     except (RunError, OSError) as error:
-        raise InputError(str(error)) from error
+        raise InputError(f"the run directory cannot be made: {error}") from error
     result = Regraded(Path(os.path.abspath(output)), changed_tasks(run, plan))
     work = _Regrade(run, plan, ledger, result, rows)
     host = SandboxHost(host_spec(config, plan, {}))
@@ -125,6 +131,8 @@ def regrade(options: RegradeOptions, console: Console) -> Regraded:
         raise KeyboardInterrupt from None
     except RolloutError as error:
         raise CouldNotRun.because(error) from error
+    except (OSError, RunError) as error:
+        raise CouldNotRun(f"{ledger.location} cannot be written: {error}") from error
     finally:
         forget_unbegun(ledger.location)
         ledger.close()
@@ -144,11 +152,8 @@ def render_regraded(result: Regraded, console: Console) -> None:
     say("then: " + _counts(result.then))
     say("now:  " + _counts(result.now))
     for change in result.changed:
-        say(
-            escape(
-                f"{change['rollout']} by {change['agent']}: {_end(change['then'])} -> {_end(change['now'])}"
-            )
-        )
+        ends = f"{shown(change['then'])} then and {shown(change['now'])} now"
+        say(escape(f"{change['rollout']} by {change['agent']}: {ends}"))
     for word, reasons in (("no state", result.missing), ("as it was", result.carried_over)):
         by_reason = Counter(reasons.values())
         for reason, count in by_reason.items():
@@ -221,9 +226,16 @@ class _Regrade:
             )
 
     async def _grade_all(self, host: SandboxHost) -> None:
+        """Raises what the first that failed has raised: it ends the others."""
+        try:
+            await self._grade_each(host)
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+
+    async def _grade_each(self, host: SandboxHost) -> None:
         slots = asyncio.Semaphore(self._plan.concurrency)
         async with asyncio.TaskGroup() as group:
-            for batch in read_batches(self._run.path, "rollouts"):
+            for batch in self._run.batches():
                 for index in range(batch.num_rows):
                     key = tuple(batch[name][index].as_py() for name in ("agent", "task", "sample"))
                     if key in self._meant:
@@ -242,8 +254,13 @@ class _Regrade:
             result.regraded += 1
         result.then[old.outcome.value] += 1
         result.now[new.outcome.value] += 1
-        if _verdict(new) != _verdict(old):
-            change = {"rollout": called(row), "agent": old.agent, "then": _verdict(old), "now": _verdict(new)}
+        if verdict_of(new) != verdict_of(old):
+            change = {
+                "rollout": called(row),
+                "agent": old.agent,
+                "then": verdict_of(old),
+                "now": verdict_of(new),
+            }
             result.changed.append(change)
         if new.attempt_id:
             await self._ledger.record_attempt(new)
@@ -285,21 +302,15 @@ def _task(run: RecordedRun, plan: JobPlan, name: str) -> dict[str, str]:
 
 def _images(row: Mapping[str, Any]) -> dict[str, str]:
     """Names of a rollout's states, by step."""
-    found: dict[str, str] = (json.loads(row["extra"]).get("state") or {}).get("images") or {}
+    found: dict[str, str] = _state(row).get("images") or {}
     return found
 
 
-def _verdict(attempt: Attempt) -> dict[str, Any]:
-    reward = None if attempt.reward is None else attempt.reward.value
-    return {"outcome": attempt.outcome.value, "error_class": attempt.error_class, "reward": reward}
+def _state(row: Mapping[str, Any]) -> dict[str, Any]:
+    """See `kept_states.py`."""
+    found: dict[str, Any] = json.loads(row["extra"]).get("state") or {}
+    return found
 
 
 def _counts(outcomes: Counter[str]) -> str:
     return ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in Outcome if outcomes[outcome])
-
-
-def _end(verdict: Mapping[str, Any]) -> str:
-    reward = "" if verdict["reward"] is None else f" {verdict['reward']:g}"
-    return f"{verdict['outcome']}{reward}" + (
-        f" ({verdict['error_class']})" if verdict["error_class"] else ""
-    )

@@ -15,27 +15,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from rich.console import Console
 
-from rollcage.cluster.config import JobConfig, PolicyConfig
+from rollcage.cluster.config import JobConfig, PolicyConfig, ScriptedPolicyConfig
 from rollcage.cluster.config_model import KeepStates
 from rollcage.cluster.config_policies import OpenAIPolicyConfig, RecordedPolicyConfig, VllmPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.foreground import run_one
-from rollcage.cluster.job import RunResult, model_path, new_run_directory, run_plan
+from rollcage.cluster.job import RunResult, model_path, run_plan
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.recorded_run import (
     RecordedRun,
     Selection,
     called,
     changed_tasks,
+    check_output,
     open_run,
     plan_again,
     select,
     shortened,
 )
+from rollcage.cluster.verdicts import shown, verdict, verdict_of
 from rollcage.rollout.arrow import read_rollouts
 from rollcage.rollout.outcome import Outcome
+from rollcage.rollout.policies.recorded import BYTES
 from rollcage.rollout.trajectory import Attempt
 
 _COLUMNS = ("attempt_id", "outcome", "error_class", "reward", "turn_count")
@@ -87,6 +92,7 @@ def replay(options: ReplayOptions, console: Console, show: Callable[[Attempt], N
     if options.keep_states not in get_args(KeepStates):
         raise InputError(f"--keep-states {options.keep_states!r}: say {', '.join(get_args(KeepStates))}")
     run = open_run(options.run)
+    check_output(run, options.output)
     rows = [row for row in run.rows(_COLUMNS) if row["attempt_id"]]
     chosen = select(run, options.selection, rows)
     config = _config(run, options, {row["agent"] for row in chosen}, console)
@@ -102,7 +108,7 @@ def replay(options: ReplayOptions, console: Console, show: Callable[[Attempt], N
         attempt = run_one(config, _narrowed(plan, row), row["sample"], keep=False, console=console, show=show)
         return Replayed(compare(chosen, [_as_row(attempt)]), attempt=attempt)
     if options.output is None:
-        config = config.model_copy(update={"output": _new_output(config.name)})
+        config = config.model_copy(update={"name": f"{config.name}-replay"})
     about = {"replay_of": {"run": str(run.path), "job": run.job.get("job")}}
     result = run_plan(config, plan, console, about=about)
     new = read_rollouts(result.run, ("agent", "task", "sample", *_COLUMNS, "extra")).to_pylist()
@@ -122,7 +128,7 @@ def compare(recorded: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[st
         note = json.loads(new["extra"]).get("replay") if new is not None else None
         word = _word(note)
         counts[word] += 1
-        same = new is not None and _end(new) == _end(row)
+        same = new is not None and verdict(new) == verdict(row)
         agree += same
         if not same or word == "diverged":
             others.append(
@@ -130,8 +136,8 @@ def compare(recorded: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[st
                     "rollout": called(row),
                     "agent": row["agent"],
                     "turns": word,
-                    "recorded": _end(row),
-                    "replayed": None if new is None else _end(new),
+                    "recorded": verdict(row),
+                    "replayed": None if new is None else verdict(new),
                     "diverged": None if note is None else _where(note),
                 }
             )
@@ -152,7 +158,7 @@ def render_comparison(comparison: Mapping[str, Any], console: Console) -> None:
     for other in comparison["others"]:
         said = f"{other['rollout']} by {other['agent']}: {other['turns'].replace('_', ' ')}"
         if other["recorded"] != other["replayed"]:
-            said += f", {_shown(other['recorded'])} then and {_shown(other['replayed'])} now"
+            said += f", {shown(other['recorded'])} then and {shown(other['replayed'])} now"
         console.print(said, highlight=False, markup=False, soft_wrap=True)
         if other["diverged"]:
             where = other["diverged"]
@@ -205,19 +211,21 @@ def _config(run: RecordedRun, options: ReplayOptions, agents: set[str], console:
 
 
 def _tokenizer(policy: PolicyConfig, console: Console) -> str | None:
-    """What counted the recorded tokens, where this machine has it."""
+    """What counted the recorded tokens, where this machine has it; None where nothing did, or it is not here."""
     if isinstance(policy, VllmPolicyConfig):
-        name: str | None = policy.model
+        name = policy.engine_args.get("tokenizer") or policy.model
     elif isinstance(policy, OpenAIPolicyConfig | RecordedPolicyConfig):
         name = policy.tokenizer
     else:
-        return None
+        name = BYTES if isinstance(policy, ScriptedPolicyConfig) else None
+    if name is None or name == BYTES:
+        return name
     if name == "smollm2":
         try:
             name = model_path(name)
         except CouldNotRun:
             name = None
-    if name is None or not Path(name).is_dir():
+    if name is None or not (Path(name).is_dir() or _is_cached(name)):
         console.print(
             "no tokenizer of the recorded policy is here: agents that count tokens count bytes", style="dim"
         )
@@ -225,16 +233,17 @@ def _tokenizer(policy: PolicyConfig, console: Console) -> str | None:
     return name
 
 
+def _is_cached(model: str) -> bool:
+    """Whether the tokenizer of this Hugging Face id was fetched before."""
+    try:
+        return isinstance(try_to_load_from_cache(model, "tokenizer_config.json"), str)
+    except HFValidationError:
+        return False
+
+
 def _narrowed(plan: JobPlan, row: Mapping[str, Any]) -> JobPlan:
     tasks = {key: task for key, task in plan.tasks.items() if key.name == row["task"]}
     return replace(plan, tasks=tasks, agents=(plan.agent(row["agent"]),))
-
-
-def _new_output(name: str) -> str:
-    try:
-        return str(new_run_directory(Path("runs"), f"{name}-replay"))
-    except OSError as error:
-        raise InputError(str(error)) from error
 
 
 def _as_row(attempt: Attempt) -> dict[str, Any]:
@@ -243,9 +252,7 @@ def _as_row(attempt: Attempt) -> dict[str, Any]:
         "agent": attempt.agent,
         "task": attempt.task,
         "sample": attempt.sample,
-        "outcome": attempt.outcome.value,
-        "error_class": attempt.error_class,
-        "reward": None if attempt.reward is None else attempt.reward.value,
+        **verdict_of(attempt),
         "turn_count": len(turns),
         "extra": json.dumps(attempt.extra, default=repr),
     }
@@ -265,14 +272,3 @@ def _where(note: Mapping[str, Any]) -> dict[str, Any] | None:
     if note["recorded_turns"] is not None and note["turns"] < note["recorded_turns"]:
         return {"turn": note["turns"], "recorded": "an answer", "given": "the agent did not ask"}
     return None
-
-
-def _end(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"outcome": row["outcome"], "error_class": row["error_class"], "reward": row["reward"]}
-
-
-def _shown(end: Mapping[str, Any] | None) -> str:
-    if end is None:
-        return "not there"
-    reward = "" if end["reward"] is None else f" with {end['reward']:g}"
-    return f"{end['outcome']}{reward}" + (f" ({end['error_class']})" if end["error_class"] else "")

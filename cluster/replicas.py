@@ -98,6 +98,14 @@ class Replicas:
             else:
                 return replace(made, queue_seconds=made.queue_seconds + lost_seconds)
 
+    async def current_version(self) -> int:
+        """See `TellsVersion`: one call of the router."""
+        try:
+            version: int = await self._router.version.remote()
+            return version
+        except GONE as error:
+            raise _no_router(error) from error
+
     async def release(self, session_id: str) -> None:
         """See `TokenEngine`."""
         place = self._places.pop(session_id, None)
@@ -114,9 +122,8 @@ class Replicas:
         within_sec = max(0.0, turn.deadline - time.monotonic())
         try:
             found = await self._router.place.remote(self._client, session_id, ended, lost, within_sec)
-        except GONE as error:  # Ray gives it up only with the job's own process
-            said = f"the policy's router is gone: {error}"
-            raise PolicyError("policy_unavailable", said) from error
+        except GONE as error:
+            raise _no_router(error) from error
         if isinstance(found, str):
             raise self._given_up(turn, found)
         place: Place = found
@@ -212,6 +219,11 @@ class Replicas:
                     self._unknown = False
             except GONE:
                 continue  # the next turn that needs a place finds out, and says so
+
+
+def _no_router(error: Exception) -> PolicyError:
+    """Ray gives it up only with the job's own process."""
+    return PolicyError("policy_unavailable", f"the policy's router is gone: {error}")
 
 
 def _replicas(router: Any, info: ReplicaInfo, retry_sec: float) -> Replicas:

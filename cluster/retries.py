@@ -8,13 +8,14 @@ from hashlib import blake2b
 from math import isfinite
 
 from rollcage.rollout.outcome import BY_NAME, ErrorClass, Quarantine, backoff
+from rollcage.rollout.policies.retry import LONGEST_SHUT_SEC
 
 JITTER = 0.5
 """A wait is lengthened by up to this share, so that what failed together does not come back together. It is
 never shortened: a server that names a time means it."""
 
-RETRY_AFTER_CAP_SEC = 900.0
-"""No server's `Retry-After` holds a rollout for longer: some answer with the seconds until midnight."""
+RETRY_AFTER_CAP_SEC = LONGEST_SHUT_SEC
+"""No server's `Retry-After` holds a rollout for longer: its policy asks again by then, too."""
 
 
 class Verdict(Enum):

@@ -48,11 +48,14 @@ class Router:
         self._id = secrets.token_hex(6)
         self._routing = Routing()
         self._members: dict[int, Member] = {}
+        self._version = 0
         self._changed = asyncio.Event()
 
-    async def sync(self, members: Mapping[int, Member]) -> dict[int, int]:
-        """These are the replicas. Returns how many sessions each has."""
+    async def sync(self, members: Mapping[int, Member], version: int = 0) -> dict[int, int]:
+        """These are the replicas, and every one that is open has weights of this version at least. Returns how many
+        sessions each has."""
         self._members = dict(members)
+        self._version = max(self._version, version)
         self._routing.report({number: member.report for number, member in members.items()})
         if any(member.report.serves for member in members.values()):
             self._wake()
@@ -78,6 +81,10 @@ class Router:
         except TimeoutError:
             states = "; ".join(f"replica {n}: {m.said}" for n, m in sorted(self._members.items()))
             return states or "there are no replicas"
+
+    async def version(self) -> int:
+        """See `TellsVersion`. 0 until the first `sync`, which makes nothing stale."""
+        return self._version
 
     async def beat(self, client: str, ended: Sequence[str]) -> str:
         """The client is there, and these of its sessions are over. Returns the router's name, and "" where it does not

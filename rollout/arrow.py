@@ -119,9 +119,13 @@ class Location:
         return sorted(path for path in found if path.name.startswith(f"{table}-"))
 
     def open_shard(self, path: str, columns: Iterable[str]) -> pa.ipc.RecordBatchFileReader:
-        """Open one shard, mapped into memory where it is local. Only `columns` are read."""
+        """Open one shard, mapped into memory where it is local. Only `columns` are read. Raises `RunError` where it is
+        not whole, `SchemaVersionError` for another version's."""
         source = pa.memory_map(path) if self.local else self.filesystem.open_input_file(path)
-        reader = pa.ipc.open_file(source)
+        try:
+            reader = pa.ipc.open_file(source)
+        except pa.ArrowInvalid as error:
+            raise _damaged(path, error) from error
         check_version(reader.schema, path)
         wanted = sorted(reader.schema.get_field_index(column) for column in columns)
         return pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=wanted))
@@ -304,7 +308,7 @@ def read_batches(
     if not location.exists():
         raise NoRun(f"{location}: there is no run here (no job.json and no shard)")
     # Journals first: rows move from them into shards, so that the other order could miss a row.
-    waiting = _journalled(location, table)
+    waiting = journalled(location, table)
     names = SCHEMAS[table].names if columns is None else list(columns)
     seen: set[tuple[Any, ...]] = set()
     for batch in read_shards(location, table, {*names, *IDENTITY[table]} if waiting else names):
@@ -320,11 +324,20 @@ def read_batches(
 
 
 def read_shards(location: Location, table: str, columns: Iterable[str]) -> Iterator[pa.RecordBatch]:
-    """The batches of a table's shards; `columns` in the order of the schema."""
+    """The batches of a table's shards; `columns` in the order of the schema. Raises `RunError` where one is not
+    whole."""
     for path in location.shards(table):
         reader = location.open_shard(path, columns)
         for index in range(reader.num_record_batches):
-            yield reader.get_batch(index)
+            try:
+                batch = reader.get_batch(index)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise _damaged(path, error) from error
+            yield batch
+
+
+def _damaged(path: str, error: Exception) -> RunError:
+    return RunError(f"{path}: this shard is damaged: {error} (moved away, the rest can be read)")
 
 
 def identities(batch: pa.RecordBatch, table: str) -> list[tuple[Any, ...]]:
@@ -339,7 +352,9 @@ def _read(run: str | Path | Location, table: str, columns: Sequence[str] | None)
     return pa.Table.from_batches(read_batches(run, table, columns), schema).unify_dictionaries()
 
 
-def _journalled(location: Location, table: str) -> list[pa.RecordBatch]:
+def journalled(location: Location, table: str) -> list[pa.RecordBatch]:
+    """Every whole batch of the table's journals; some of their rows may be in shards by now, too. For shards, read
+    afterwards: rows move from journals into them."""
     while True:
         try:
             return [batch for path in location.journals(table) for batch in recover(path)]

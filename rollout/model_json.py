@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 DEPTH = 100
-"""Levels that are read. Python's parser gives up near 1,000; what walks the value later, a chat template say, before."""
+"""Levels that are read. Python's parser gives up near 1,000; what walks the value later, a template say, before."""
 
 
 def read_json(text: str) -> Any:

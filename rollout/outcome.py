@@ -19,6 +19,7 @@ Four mechanisms, each in one place:
     ├── PolicyError      the model server
     ├── VerifierError    the verifier, or the reward that it left
     ├── AgentStopped     a limit that the agent met (its work is graded all the same)
+    ├── Stale            the policy's weights have moved on too far for the rollout to go on
     └── Cancelled        somebody called the rollout off
 """
 
@@ -197,6 +198,8 @@ TABLE: tuple[ErrorClass, ...] = (
     ErrorClass("internal_error", Domain.SERVICE, _ANY, "anything that rollcage cannot name", "rollcage",
                retries=1, backoff_sec=1),
     ErrorClass("cancelled", Domain.SERVICE, _ANY, "the job or the rollout was called off", "rollcage"),
+    ErrorClass("stale", Domain.SERVICE, (Stage.AGENT,),
+               "the policy's weights have moved on by more than max_staleness", "rollcage", retries=8),
 )  # fmt: skip
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
@@ -320,6 +323,12 @@ class AgentStopped(RolloutError):
     """The agent met a limit. Its work is verified all the same and the reward counts."""
 
     domains = frozenset({Domain.AGENT})
+
+
+class Stale(RolloutError):
+    """The policy's weights have moved on by more than `max_staleness` since the rollout's first turn."""
+
+    domains = frozenset({Domain.SERVICE})
 
 
 class Cancelled(RolloutError):

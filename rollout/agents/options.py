@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 _PLAIN = (int, float, bool, str, NoneType)
 _HOLDERS = (Union, UnionType, Sequence, Mapping, list, dict)
@@ -32,7 +33,7 @@ def check_options(factory: Callable[..., Any], options: Mapping[str, Any]) -> No
     """Raises `ValueError` that names the option, and what it is instead, where one is not of its annotation's kind: no
     text is taken for a number, no word for true."""
     try:
-        hints = get_type_hints(factory.__init__ if isinstance(factory, type) else factory)
+        hints = get_type_hints(getattr(factory, "__init__") if isinstance(factory, type) else factory)  # noqa: B009
     except (AttributeError, NameError, TypeError):  # names that only a type checker knows
         return
     for name, value in options.items():
@@ -56,15 +57,16 @@ def _said(name: str, hint: Any, error: ValidationError) -> str:
     found = error.errors()
     first, one_of = found[0], get_origin(hint) in (Union, UnionType)
     if one_of and len(found) > 1:
-        kinds, place = [_kind(each["type"], each["msg"]) for each in found], ""
+        kinds, place = [_kind(each) for each in found], ""
     else:
-        kinds = [_kind(first["type"], first["ctx"]["expected"] if "ctx" in first else first["msg"])]
+        kinds = [_kind(first)]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     if one_of and NoneType in get_args(hint) and not place:
         kinds.append("null")
-    shown = repr(first["input"])
-    return f"{name}{place} must be {' or '.join(dict.fromkeys(kinds))}, not {shown[:80]}"
+    return f"{name}{place} must be {' or '.join(dict.fromkeys(kinds))}, not {repr(first['input'])[:80]}"
 
 
-def _kind(name: str, otherwise: str) -> str:
-    return _KINDS.get(name, otherwise)
+def _kind(error: ErrorDetails) -> str:
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    return _KINDS.get(error["type"], error["msg"])

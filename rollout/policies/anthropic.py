@@ -9,7 +9,8 @@ What the API makes different from other policies:
 - Temperature, top_p and top_k exist for older models only, and in the API's version 2023-06-01 only. They are sent,
   with that version, where they are set to anything but 1, 1 and -1; a model that knows none refuses the request.
 - Answers are streamed, so that long ones meet no proxy's timeout. A stream that breaks or reports an error is no
-  answer: what came of it is dropped, and the turn is tried again as a whole.
+  answer: what came of it is dropped, and the turn is tried again as a whole. What it had counted until then is in no
+  turn's cost, but is paid out of the budget.
 - A JSON schema is asked for as the API's output format. A server that refuses such a request is asked without, from
   then on; grammars are never asked for.
 """
@@ -173,13 +174,16 @@ class AnthropicSession:
             async def ask(body: dict[str, Any] = body, begins: bool = begins) -> Answer:
                 if begins and policy.budget is not None:
                     await policy.budget.admit()
-                return await ask_once(line.client, policy.endpoint, body)
+                answer = Answer()
+                try:
+                    return await ask_once(line.client, policy.endpoint, body, answer)
+                finally:
+                    await self._charge(answer.usage)
 
             got = await retried(ask, line.gate, within_sec=policy.endpoint.retry_sec)
             answers.append(got.value)
             blocks += got.value.finished
             waited, seconds = waited + got.waited, seconds + got.seconds
-            await self._charge(got.value.usage)
         self._history = history.answered(blocks)
         return replace(
             _completion(answers, blocks),
@@ -192,7 +196,7 @@ class AnthropicSession:
 
     async def _charge(self, usage: Usage) -> None:
         budget, prices = self._policy.budget, self._policy.prices
-        if budget is not None and prices is not None:
+        if budget is not None and prices is not None and usage != Usage():
             await budget.charge(prices.cost(usage))
 
 
@@ -211,7 +215,7 @@ def _settings(
     if sampling.stop:
         body["stop_sequences"] = list(sampling.stop)
     if policy.thinking is not None:
-        budget = policy.thinking.get("budget_tokens", 0)
+        budget = policy.thinking.get("budget_tokens") or 0
         if budget >= sampling.max_tokens:
             said = f"{sampling.max_tokens} tokens are left, no more than the {budget} for thinking"
             raise PolicyError("token_limit", said)

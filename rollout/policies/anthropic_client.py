@@ -18,6 +18,11 @@ from rollcage.rollout.policies.faults import policy_fault
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
 
+API_URL = "https://api.anthropic.com"
+"""Named, for the SDK would read another from a variable of the process that happens to ask."""
+
+CONNECT_SEC = 30.0
+
 NO_KEY = "none"
 """Sent to a server that needs no key: the SDK must have one."""
 
@@ -38,7 +43,8 @@ STATUS = {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server is and how it is asked. `api_key` None: it needs none. `key_from` names where it came from.
+    """Where a server is and how it is asked. `base_url` None: `API_URL`. `api_key` None: it needs none, else `key_from`
+    names where it came from.
 
     `request_timeout_sec` is for one whole answer, `retry_sec` for how long a turn is tried again.
     """
@@ -56,43 +62,46 @@ class Endpoint:
 def connect(there: Endpoint) -> AsyncAnthropic:
     """A client for the running event loop. It tries nothing again by itself: `retried` does, and counts the time."""
     import httpx2
-    from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
+    from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient, Timeout
 
     connections = httpx2.Limits(max_connections=there.max_connections, max_keepalive_connections=100)
     return AsyncAnthropic(
         api_key=there.api_key or NO_KEY,
-        base_url=there.base_url,
+        base_url=there.base_url or API_URL,
         max_retries=0,
-        timeout=there.request_timeout_sec,
+        timeout=Timeout(None, connect=CONNECT_SEC),
         http_client=DefaultAsyncHttpxClient(limits=connections),
     )
 
 
-async def ask_once(client: AsyncAnthropic, there: Endpoint, body: Mapping[str, Any]) -> Answer:
-    """One request and its whole answer. Raises `PolicyError`."""
+async def ask_once(
+    client: AsyncAnthropic, there: Endpoint, body: Mapping[str, Any], answer: Answer
+) -> Answer:
+    """One request and its whole answer, put into `answer` as it comes: what there is of it stays where this raises.
+    Raises `PolicyError`."""
     import anthropic
     import httpx2
 
     doing = f"have an answer of {there.model}"
-    answer, begun = Answer(), False
+    begun = False
     try:
         async with (
             asyncio.timeout(there.request_timeout_sec),
             client.messages.with_streaming_response.create(**body) as response,
         ):
             begun = True
+            _require_stream(response.headers.get("content-type", ""))
             async for event in anthropic.AsyncStream.raw_events(response.http_response):
                 answer.add(event.json() if event.data else {"type": event.event})
     except anthropic.APIStatusError as error:
         raise _refused(there, error, doing, error.status_code, error.error_code) from error
     except StreamError as error:
         raise _refused(there, error, doing, STATUS.get(error.kind, 500)) from error
-    except (TimeoutError, anthropic.APITimeoutError, httpx2.TimeoutException) as error:
+    except TimeoutError as error:
         said = f"no whole answer within {there.request_timeout_sec:g} s"
-        raise policy_fault(TimeoutError(str(error) or said), doing) from error
-    except (anthropic.APIConnectionError, httpx2.TransportError) as error:
-        said = f"{type(error).__name__}: {error.__cause__ or error}"
-        raise policy_fault(ConnectionError(said), doing) from error
+        raise policy_fault(TimeoutError(said), doing) from error
+    except (anthropic.APIConnectionError, httpx2.RequestError) as error:
+        raise policy_fault(error, doing) from error
     except (anthropic.APIError, ValueError) as error:
         # Before the stream it is a request that cannot be sent, in it an answer that was torn on its way.
         raise policy_fault(error, doing, status=500 if begun else 400) from error
@@ -102,6 +111,13 @@ async def ask_once(client: AsyncAnthropic, there: Endpoint, body: Mapping[str, A
         said = f"the server ended the answer as {answer.stop_reason!r}"
         raise PolicyError("policy_error", said, Evidence(said, "policy server"))
     return answer
+
+
+def _require_stream(content_type: str) -> None:
+    """Raises `PolicyError` where a 200 is no stream of events: another kind of server listens there."""
+    if content_type.partition(";")[0].strip().lower() != "text/event-stream":
+        said = f"the server answered 200 with {content_type or 'no type'} instead of a stream of events"
+        raise PolicyError("policy_error", said, Evidence(said, "policy server", status=200))
 
 
 def _refused(

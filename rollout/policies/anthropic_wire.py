@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollcage.rollout.policies.api_text import whole
 from rollcage.rollout.policies.base import Tool
 from rollcage.rollout.policies.prices import Usage
 from rollcage.rollout.trajectory import Message, ToolCall
@@ -43,6 +44,13 @@ PAUSED = "pause_turn"
 """The `stop_reason` of an answer that goes on when it is sent back."""
 
 Block = dict[str, Any]
+
+HELD: Mapping[str, Mapping[str, type]] = {
+    "text": {"text": str},
+    "thinking": {"thinking": str},
+    "tool_use": {"id": str, "name": str, "input": dict},
+}
+"""What is read of a block, by its type. It is there when the block begins, if only empty."""
 
 
 class StreamError(Exception):
@@ -134,7 +142,7 @@ class Answer:
             raise StreamError(event)
         try:
             self._add(event)
-        except (LookupError, TypeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the event {event} does not fit: {error!r}") from error
 
     def _add(self, event: Mapping[str, Any]) -> None:
@@ -144,13 +152,16 @@ class Answer:
         elif kind == "content_block_start":
             if event["index"] != len(self.blocks):
                 raise IndexError(f"block {event['index']} begins behind {len(self.blocks)} others")
-            self.blocks.append(dict(event["content_block"]))
+            self.blocks.append(_begun(event["content_block"]))
         elif kind == "content_block_delta":
             self._extend(event["index"], event["delta"])
         elif kind == "content_block_stop":
             self._close(event["index"])
         elif kind == "message_delta":
-            self.stop_reason = event["delta"].get("stop_reason")
+            reason = event["delta"].get("stop_reason")
+            if not isinstance(reason, str | None):
+                raise TypeError("its stop_reason is no text")
+            self.stop_reason = reason
             self.stop_details = event["delta"].get("stop_details")
             self._count(event.get("usage"))
         elif kind == "message_stop":
@@ -191,7 +202,7 @@ class Answer:
     def _count(self, usage: Mapping[str, Any] | None) -> None:
         """Later counts are of the whole answer, and replace earlier ones."""
         for name, value in (usage or {}).items():
-            if isinstance(value, int):
+            if isinstance(value, int) and value >= 0:
                 self._usage[name] = value
 
     def _extend(self, index: int, delta: Mapping[str, Any]) -> None:
@@ -210,8 +221,21 @@ class Answer:
     def _close(self, index: int) -> None:
         block = self.blocks[index]
         self._closed.add(index)
+        for name in ("text", "thinking"):
+            if name in block:
+                block[name] = whole(block[name])
         if text := self._inputs.get(index):
             block["input"] = _object(text)
+
+
+def _begun(given: Mapping[str, Any]) -> Block:
+    """A block as it begins. Raises `LookupError` or `TypeError` where it lacks what is read of its kind."""
+    kinds = HELD.get(given["type"], {})
+    block = dict(given)
+    for name, kind in kinds.items():
+        if not isinstance(block[name], kind):
+            raise TypeError(f"its {name} is no {kind.__name__}")
+    return block
 
 
 def _append(messages: list[Mapping[str, Any]], role: str, blocks: list[Block]) -> None:

@@ -1,7 +1,8 @@
 """A budget in US dollars, out of which the answers of a policy are paid.
 
-Each answer is charged as it ends, and none begins once the budget is spent: the overshoot is at most what the answers
-cost that were under way then. Who asks for another gets `Cancelled`, which ends the rollout and is nobody's fault.
+Each answer is charged as it ends, one that breaks off with what was counted of it, and none begins once the budget is
+spent: the overshoot is at most what the answers cost that were under way then. Who asks for another gets `Cancelled`,
+which ends the rollout and is nobody's fault.
 """
 
 from __future__ import annotations

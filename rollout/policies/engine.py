@@ -10,9 +10,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from rollcage.rollout.outcome import PolicyError
+from rollcage.rollout.outcome import PolicyError, Stale
 from rollcage.rollout.policies.base import Completion, Sampling, Structure, Tool
 from rollcage.rollout.tokens import ChatRenderer, RunningTokens, Tokenizer
 from rollcage.rollout.trajectory import Message, Segment, ToolCall
@@ -78,14 +78,34 @@ class TokenEngine(Protocol):
         ...
 
 
-class TokenSession:
-    """One rollout's conversation with a `TokenEngine`."""
+@runtime_checkable
+class TellsVersion(Protocol):
+    """What an engine may offer beside `TokenEngine`, where its weights may be replaced."""
 
-    def __init__(self, session_id: str, engine: TokenEngine, renderer: ChatRenderer, policy: str) -> None:
+    async def current_version(self) -> int:
+        """Of the weights that a conversation which begins now is answered by: no newer than those. Raises
+        `PolicyError`."""
+        ...
+
+
+class TokenSession:
+    """One rollout's conversation with a `TokenEngine`. `max_staleness`: versions that its first turn may be behind the
+    engine's current one, where the engine tells it; None: any number."""
+
+    def __init__(
+        self,
+        session_id: str,
+        engine: TokenEngine,
+        renderer: ChatRenderer,
+        policy: str,
+        max_staleness: int | None = None,
+    ) -> None:
         self._id = session_id
         self._policy = policy
         self._engine = engine
         self._renderer = renderer
+        self._max_staleness = max_staleness
+        self._began_with: int | None = None
         self._tokens = RunningTokens(renderer)
         self._requests = 0
 
@@ -112,9 +132,11 @@ class TokenSession:
     ) -> tuple[Completion, int | None]:
         """See `PolicySession`. `max_tokens` is cut to the room left in the context; an answer that fills it
         ends with `finish_reason` `length`, and the next one with `context_overflow`. A seed is moved on with
-        every turn: with one and the same, a model answers what it answered before."""
+        every turn: with one and the same, a model answers what it answered before. Raises `Stale` before a turn, and
+        behind one, where the weights have moved on too far."""
         prompt = self._tokens.prompt(new_messages, tools)
         room = require_room(len(prompt.ids), self._engine.max_model_len)
+        await self._require_fresh()
         self._requests += 1
         made = await self._engine.generate(
             prompt.ids,
@@ -128,12 +150,16 @@ class TokenSession:
             tools=tools,
             structure=structure,
         )
+        self._began_with = made.version if self._began_with is None else self._began_with
+        await self._require_fresh(made)
         answer = None if made.parsed is None else made.parsed.message()
         text = self._tokens.append(prompt, made.ids, made.logprobs, answer)
         parsed = made.parsed or Parsed(text)
         completion = Completion(
             text=parsed.text,
-            finish_reason="tool_calls" if parsed.tool_calls and made.finish_reason == "stop" else made.finish_reason,
+            finish_reason="tool_calls"
+            if parsed.tool_calls and made.finish_reason == "stop"
+            else made.finish_reason,
             prompt_ids=prompt.ids,
             ids=made.ids,
             logprobs=made.logprobs,
@@ -156,20 +182,39 @@ class TokenSession:
     async def close(self) -> None:
         await self._engine.release(self._id)
 
+    async def _require_fresh(self, made: Generation | None = None) -> None:
+        """Raise `Stale` where the rollout's first turn is too far behind. `made`: what came back just now."""
+        began, most = self._began_with, self._max_staleness
+        if began is None or most is None:
+            return
+        current = began if made is None else max(made.version, made.version_end or 0)
+        if isinstance(self._engine, TellsVersion):
+            current = max(current, await self._engine.current_version())
+        if current - began > most:
+            said = f"the rollout began with version {began} of policy {self._policy}, which is at version {current} now"
+            raise Stale("stale", f"{said}: more than max_staleness {most}")
+
 
 class TokenPolicy:
-    """Serves sessions on `engine`, which has been started. `template_kwargs` go to its chat template."""
+    """Serves sessions on `engine`, which has been started. `template_kwargs` go to its chat template. `max_staleness`:
+    see `TokenSession`."""
 
     def __init__(
-        self, engine: TokenEngine, *, name: str = "vllm", template_kwargs: Mapping[str, Any] | None = None
+        self,
+        engine: TokenEngine,
+        *,
+        name: str = "vllm",
+        template_kwargs: Mapping[str, Any] | None = None,
+        max_staleness: int | None = None,
     ) -> None:
         self.name = name
+        self._max_staleness = max_staleness
         self._engine = engine
         self._renderer = ChatRenderer(engine.tokenizer, template_kwargs)
 
     def session(self, session_id: str, *, task: str, sample: int) -> TokenSession:
         """See `Policy`."""
-        return TokenSession(session_id, self._engine, self._renderer, self.name)
+        return TokenSession(session_id, self._engine, self._renderer, self.name, self._max_staleness)
 
 
 def require_room(prompt_tokens: int, max_model_len: int) -> int:

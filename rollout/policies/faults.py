@@ -31,6 +31,12 @@ two are Anthropic's."""
 OVERFLOW_CODE = "context_length_exceeded"
 """OpenAI's own code for it."""
 
+NOT_SENT = "the request has a header that HTTP cannot carry"
+"""Instead of the HTTP client's own words, which hold the header, and that may be the key."""
+
+OURS = ("UnsupportedProtocol", "LocalProtocolError", "DecodingError", "TooManyRedirects")
+"""Failures of the HTTP client that another try ends in just so: they are about what was asked, and where."""
+
 
 def policy_fault(error: BaseException, doing: str, *, status: int | None = None) -> PolicyError:
     """The class of a failed request, with its evidence. `doing` completes "could not ...".
@@ -40,7 +46,8 @@ def policy_fault(error: BaseException, doing: str, *, status: int | None = None)
     if status is None:
         status = getattr(error, "status_code", None)
     error = _transport_error(error)
-    said = str(error) or type(error).__name__
+    said = NOT_SENT if isinstance(error, _http_errors("LocalProtocolError")) else str(error)
+    said = said or type(error).__name__
     evidence = Evidence(f"could not {doing}: {type(error).__name__}: {said}", "policy server", status=status)
     return PolicyError(_error_class(error, said, status), said, evidence, _retry_after(error))
 
@@ -77,15 +84,23 @@ def _transport_error(error: BaseException) -> BaseException:
 
 def _transport_class(error: BaseException) -> str:
     """A server that takes no connection is not slow, it is not there."""
-    if isinstance(
-        error, (*_http_errors("UnsupportedProtocol", "DecodingError"), ssl.SSLCertVerificationError)
-    ):
+    if isinstance(error, _http_errors(*OURS)) or _not_trusted(error):
         return "policy_error"
     slow = isinstance(error, _http_errors("TimeoutException"))
     return (
         "policy_timeout"
         if slow and not isinstance(error, _http_errors("ConnectTimeout"))
         else "policy_unavailable"
+    )
+
+
+def _not_trusted(error: BaseException) -> bool:
+    """Whether the server has no certificate that is trusted, or speaks no TLS at all."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, ssl.SSLError):
+        behind = behind.__cause__ or behind.__context__
+    return isinstance(behind, ssl.SSLCertVerificationError) or (
+        isinstance(behind, ssl.SSLError) and behind.reason == "WRONG_VERSION_NUMBER"
     )
 
 
@@ -109,7 +124,6 @@ def _retry_after(error: BaseException) -> float | None:
     if re.fullmatch(r"\d+(\.\d+)?", value):
         return float(value)
     try:
-        at = parsedate_to_datetime(value)
-    except ValueError:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError):
         return None
-    return max(0.0, at.timestamp() - time.time())

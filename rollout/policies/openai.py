@@ -8,6 +8,9 @@ and sampled; where it gives none there is no record.
 
 from __future__ import annotations
 
+import os
+
+from rollcage.rollout.policies.api_keys import api_key
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.policies.engine import TokenPolicy
 from rollcage.rollout.policies.openai_chat import ChatPolicy
@@ -25,6 +28,7 @@ async def openai_policy(settings: ServerSettings, *, name: str = "openai") -> Po
     """
     if settings.tokenizer and settings.tokens == "none":
         raise ValueError("a tokenizer is for exact tokens: leave it out, or set `tokens` to required")
+    api_key(settings.api_key_env, os.environ)
     server = Server(settings)
     try:
         offer = await probe(server)

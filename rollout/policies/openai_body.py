@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollcage.rollout.outcome import Evidence, PolicyError
+from rollcage.rollout.policies.api_text import whole
 from rollcage.rollout.policies.base import Sampling, Structure, Tool
 from rollcage.rollout.policies.engine import Parsed
 from rollcage.rollout.trajectory import Message, ToolCall
@@ -120,7 +122,7 @@ def read_answer(body: Mapping[str, Any]) -> Answer:
     finish = choice.get("finish_reason")
     if finish == "abort":
         raise called_off()
-    if finish not in _FINISHES:
+    if not isinstance(finish, str) or finish not in _FINISHES:
         raise no_completion(f"200 with an answer that ended as {finish!r}")
     said, reasoning_field = _said(choice)
     refused = bool(_mapping(choice.get("message")).get("refusal"))
@@ -136,9 +138,9 @@ def read_answer(body: Mapping[str, Any]) -> Answer:
         ids=None if missing else ids,
         logprobs=[] if missing else logprobs or [],
         missing=missing,
-        prompt_tokens=usage.get("prompt_tokens"),
-        completion_tokens=usage.get("completion_tokens"),
-        cached_tokens=_mapping(usage.get("prompt_tokens_details")).get("cached_tokens") or 0,
+        prompt_tokens=count_of(usage.get("prompt_tokens")),
+        completion_tokens=count_of(usage.get("completion_tokens")),
+        cached_tokens=count_of(_mapping(usage.get("prompt_tokens_details")).get("cached_tokens")) or 0,
         queue_seconds=queue / 1000 if isinstance(queue, int | float) else None,
         reasoning_field=reasoning_field,
     )
@@ -151,17 +153,38 @@ def _said(choice: Mapping[str, Any]) -> tuple[Parsed, str]:
         text = choice.get("text")
         if not isinstance(text, str):
             raise no_completion(f"200 with a choice that holds no answer: {str(dict(choice))[:500]}")
-        return Parsed(text), ""
+        return Parsed(whole(text)), ""
     name = next((name for name in ("reasoning", "reasoning_content") if message.get(name)), "")
+    listed = message.get("tool_calls")
     calls = tuple(
         ToolCall(
-            str(call.get("id") or ""), str(function.get("name") or ""), str(function.get("arguments") or "")
+            str(call.get("id") or ""), str(function.get("name") or ""), _written(function.get("arguments"))
         )
-        for call in message.get("tool_calls") or ()
+        for call in map(_mapping, listed if isinstance(listed, list) else ())
         if (function := _mapping(call.get("function")))
     )
-    text = message.get("content") or message.get("refusal") or ""
-    return Parsed(str(text), str(message.get(name) or ""), calls), name
+    text = _text(message.get("content")) or _text(message.get("refusal"))
+    return Parsed(text, _text(message.get(name)), calls), name
+
+
+def _text(value: Any) -> str:
+    """A message's content: a text, or parts, of which those that are text count."""
+    if isinstance(value, list):
+        parts = map(_mapping, value)
+        return "".join(_text(part.get("text")) for part in parts if part.get("type") == "text")
+    return whole(value) if isinstance(value, str) else ""
+
+
+def _written(arguments: Any) -> str:
+    """A call's arguments as JSON text: some servers give the object itself."""
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    return str(arguments or "")
+
+
+def count_of(value: Any) -> int | None:
+    """A server's count of tokens; None where it gives none."""
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 def _logprobs(value: Any) -> list[float] | None:
@@ -170,7 +193,9 @@ def _logprobs(value: Any) -> list[float] | None:
     if isinstance(fields.get("content"), list):
         numbers = [_mapping(token).get("logprob") for token in fields["content"]]
     else:
-        numbers = fields.get("token_logprobs") or []
+        numbers = fields.get("token_logprobs")
+    if not isinstance(numbers, list):
+        return None
     floats = [
         float(number) for number in numbers if isinstance(number, int | float) and math.isfinite(number)
     ]

@@ -23,6 +23,7 @@ from rollcage.rollout.policies.openai_body import (
     WANT_IDS,
     Answer,
     called_off,
+    count_of,
     is_refusal,
     no_completion,
     read_answer,
@@ -204,15 +205,18 @@ def _read_generate(body: Mapping[str, Any]) -> Answer:
         raise called_off()
     if finish not in ("stop", "length"):
         raise no_completion(f"200 with an answer that ended as {end!r}")
-    logprobs = [float(token[0]) for token in tokens]
+    try:
+        logprobs, ids = [float(token[0]) for token in tokens], [int(token[1]) for token in tokens]
+    except (TypeError, ValueError, LookupError) as error:
+        raise no_completion(f"200 with a token that is not [log-probability, id, text]: {error}") from error
     if not all(map(math.isfinite, logprobs)):
         raise no_completion("200 with a log-probability that is no number")
     return Answer(
         said=Parsed(str(body.get("text") or "")),
         finish_reason=finish,
-        ids=[int(token[1]) for token in tokens],
+        ids=ids,
         logprobs=logprobs,
-        prompt_tokens=about.get("prompt_tokens"),
-        completion_tokens=about.get("completion_tokens"),
-        cached_tokens=about.get("cached_tokens") or 0,
+        prompt_tokens=count_of(about.get("prompt_tokens")),
+        completion_tokens=count_of(about.get("completion_tokens")),
+        cached_tokens=count_of(about.get("cached_tokens")) or 0,
     )

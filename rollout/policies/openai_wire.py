@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import openai
 
 from rollcage.rollout.outcome import Evidence, PolicyError
+from rollcage.rollout.policies.api_keys import api_key
 from rollcage.rollout.policies.faults import policy_fault
 from rollcage.rollout.policies.openai_body import no_completion
 from rollcage.rollout.policies.openai_lines import CONNECT_SEC, Lines
@@ -91,8 +92,7 @@ class Server:
             for other in [other for other in self._lines if other.is_closed()]:
                 del self._lines[other]
             settings = self.settings
-            key = os.environ.get(settings.api_key_env)
-            lines = Lines(settings.base_url, key, settings.max_connections)
+            lines = Lines(settings.base_url, self._key(), settings.max_connections)
             lines.pulse = Pulse(lambda: self._alive(lines), every_sec=settings.pulse_sec)
             self._lines[loop] = lines
         return self._lines[loop]
@@ -116,7 +116,9 @@ class Server:
             raise PolicyError("policy_timeout", said, Evidence(said, "policy server")) from error
         except openai.OpenAIError as error:
             raise self._fault(error, doing) from error
-        except ValueError as error:  # JSONDecodeError: the SDK lets it out
+        except UnicodeEncodeError as error:
+            raise policy_fault(error, doing) from error
+        except (ValueError, RecursionError) as error:  # JSONDecodeError: the SDK lets it out
             raise no_completion(f"200 with what is no JSON: {error}") from error
         if not isinstance(answer, dict):
             raise no_completion(f"200 with no JSON object: {str(answer)[:200]!r}")
@@ -153,9 +155,15 @@ class Server:
         headers: dict[str, Any] = {
             name: value.replace("{session}", session_id) for name, value in self.settings.headers.items()
         }
-        if not os.environ.get(self.settings.api_key_env) and "authorization" not in map(str.lower, headers):
+        if self._key() is None and "authorization" not in map(str.lower, headers):
             headers["Authorization"] = openai.Omit()
         return {"headers": headers}
+
+    def _key(self) -> str | None:
+        try:
+            return api_key(self.settings.api_key_env, os.environ)
+        except ValueError as error:
+            raise PolicyError("policy_error", str(error)) from error
 
     def _fault(self, error: openai.OpenAIError, doing: str) -> PolicyError:
         """As `policy_fault` names it; what only the user can mend is said plainly."""

@@ -24,11 +24,15 @@ from rollcage.rollout.arrow import Location, RunError
 from rollcage.rollout.outcome import Evidence, PolicyError
 from rollcage.rollout.policies.base import Completion, Sampling, Structure, Tool
 from rollcage.rollout.policies.recording import NoRecording, Recording, Recordings, end_of
+from rollcage.rollout.policies.scripted import ByteTokenizer
 from rollcage.rollout.tokens import ChatRenderer, load_tokenizer
 from rollcage.rollout.trajectory import Attempt, Message, Segment
 
 REQUEST_CHARACTERS = 80
 """The end of a request for a summary, which is the same however much of the conversation stands before it."""
+
+BYTES = "bytes"
+"""The tokenizer of a scripted policy that has tokens."""
 
 BEFORE_CHARACTERS, EXCERPT_CHARACTERS = 200, 1200
 """What is kept of two texts that differ: so much before the first difference, so much in all."""
@@ -39,10 +43,13 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 class RecordedPolicy:
     """Serves sessions from the run at `run`, which may be a path or a URI of `pyarrow.fs`. `agent`: the label of the
     agent whose answers these are; None: the run's only one. `tokenizer`: a directory or name, for agents that count
-    tokens (`MeasuresTokens`).
+    tokens (`MeasuresTokens`); `BYTES`: a scripted policy's, where the recording has tokens.
 
-    It can be pickled: each process opens the run by itself. Raises `ValueError` where there is no run.
+    It can be pickled: each process opens the run by itself. Raises `ValueError` where there is no run, it cannot be
+    read, or it has no such agent.
     """
+
+    _recordings: Recordings | None
 
     def __init__(
         self,
@@ -59,6 +66,12 @@ class RecordedPolicy:
         self._agent = agent
         self._tokenizer = tokenizer
         self._open()
+        try:
+            recordings = Recordings(self.run)
+            recordings.agent(agent)
+        except (RunError, NoRecording, pa.ArrowException) as error:
+            raise ValueError(str(error)) from error
+        self._recordings = recordings
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_recordings", "_lock", "_renderer")
@@ -69,7 +82,7 @@ class RecordedPolicy:
         self._open()
 
     def _open(self) -> None:
-        self._recordings: Recordings | None = None
+        self._recordings = None
         self._renderer: ChatRenderer | None = None
         self._lock = threading.Lock()
 
@@ -86,11 +99,13 @@ class RecordedPolicy:
                     self._recordings = Recordings(self.run)
                 found = self._recordings.find(self._agent, task, sample)
                 if self._tokenizer is not None and self._renderer is None:
-                    self._renderer = ChatRenderer(load_tokenizer(self._tokenizer))
+                    own = ByteTokenizer() if self._tokenizer == BYTES else load_tokenizer(self._tokenizer)
+                    self._renderer = ChatRenderer(own)
             except (RunError, NoRecording, OSError, ValueError, pa.ArrowException) as error:
                 said = f"the recording cannot be read: {error}"
                 raise PolicyError("policy_error", said, Evidence(said, "recording")) from error
-        return found, self._renderer
+        counted = self._tokenizer != BYTES or bool(found.trajectory and found.trajectory.segments)
+        return found, self._renderer if counted else None
 
 
 class RecordedSession:
@@ -133,7 +148,9 @@ class RecordedSession:
 
     def count_tokens(self, text: str) -> int | None:
         """See `MeasuresTokens`."""
-        return None if self._renderer is None else len(self._renderer.encode(text))
+        if self._renderer is None:
+            return None
+        return len(self._renderer.encode(self._renderer.harmless(Message("tool", text))))
 
     def restart(self) -> None:
         """See `PolicySession`. The recording says where segments begin."""

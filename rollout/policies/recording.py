@@ -7,7 +7,7 @@ from functools import cached_property
 
 import pyarrow as pa
 
-from rollcage.rollout.arrow import Location, identities, recover
+from rollcage.rollout.arrow import Location, identities, journalled
 from rollcage.rollout.outcome import Evidence, PolicyError
 from rollcage.rollout.policies.base import Completion
 from rollcage.rollout.rows import attempt_from_row
@@ -107,10 +107,9 @@ class Recordings:
         self._location = Location.of(run)
         self._places: dict[tuple[str, str, int], tuple[str, int, int]] = {}
         self._journalled: dict[tuple[str, str, int], pa.RecordBatch] = {}
-        for journal in self._location.journals("rollouts"):  # first: rows move from there into shards
-            for batch in recover(journal):
-                for row, (_, *key) in enumerate(identities(batch, "rollouts")):
-                    self._journalled[tuple(key)] = batch.slice(row, 1)
+        for batch in journalled(self._location, "rollouts"):  # first: rows move from there into shards
+            for row, (_, *key) in enumerate(identities(batch, "rollouts")):
+                self._journalled[tuple(key)] = batch.slice(row, 1)
         for path in self._location.shards("rollouts"):
             reader = self._location.open_shard(path, KEY)
             for number in range(reader.num_record_batches):
@@ -118,12 +117,21 @@ class Recordings:
                     self._places[tuple(key)] = (path, number, row)
         self.agents = sorted({agent for agent, _, _ in (*self._places, *self._journalled)})
 
+    def agent(self, label: str | None) -> str:
+        """The agent of this label; None: the only one. Raises `NoRecording` where it has no rollout here, or none is
+        named of several."""
+        agents = ", ".join(self.agents)
+        if not self.agents:
+            raise NoRecording(f"{self._run} holds no rollout")
+        if label is None and len(self.agents) > 1:
+            raise NoRecording(f"{self._run} has several agents: name one of {agents}")
+        if label is not None and label not in self.agents:
+            raise NoRecording(f"{self._run} has no rollout by {label}: name one of {agents}")
+        return self.agents[0] if label is None else label
+
     def find(self, agent: str | None, task: str, sample: int) -> Attempt:
-        """One rollout. Raises `NoRecording` where there is none, or several agents and none is named."""
-        if agent is None:
-            if len(self.agents) > 1:
-                raise NoRecording(f"{self._run} has several agents: name one of {', '.join(self.agents)}")
-            agent = self.agents[0] if self.agents else ""
+        """One rollout. Raises `NoRecording` where there is none."""
+        agent = self.agent(agent)
         key = (agent, task, sample)
         if key in self._places:
             path, number, row = self._places[key]

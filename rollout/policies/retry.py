@@ -26,6 +26,9 @@ jitter": https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitte
 
 LONGEST_SPREAD_SEC = 10.0
 
+LONGEST_SHUT_SEC = 900.0
+"""No server's `Retry-After` keeps all requests back for longer: some answer with the seconds until midnight."""
+
 T = TypeVar("T")
 
 
@@ -51,7 +54,8 @@ class Gate:
         self._spread = 0.0
 
     def shut_for(self, seconds: float) -> None:
-        """Let no request out for so long. The longest wait that was asked for holds."""
+        """Let no request out for so long, `LONGEST_SHUT_SEC` at most. The longest wait that was asked for holds."""
+        seconds = min(seconds, LONGEST_SHUT_SEC)
         opens_at = time.monotonic() + seconds
         if opens_at > self._opens_at:
             self._opens_at = opens_at

@@ -55,7 +55,9 @@ class ScriptedSession:
 
     def count_tokens(self, text: str) -> int | None:
         """See `MeasuresTokens`."""
-        return len(self._renderer.encode(text)) if self._renderer else None
+        if self._renderer is None:
+            return None
+        return len(self._renderer.encode(self._renderer.harmless(Message("tool", text))))
 
     def restart(self) -> None:
         """See `PolicySession`."""

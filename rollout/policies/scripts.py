@@ -24,6 +24,7 @@ script is used up, its last turn is repeated.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -31,10 +32,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from rollcage.rollout.outcome import BY_NAME, PolicyError
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "refusal")
+
+MAX_SECONDS = 1e9
+"""Some 30 years: whoever waits longer wants an answer that never comes."""
+
+KINDS = {str: "a text", int: "a whole number", bool: "true or false", int | float: "a number"}
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -94,13 +103,26 @@ class Scripts:
 
 def read_scripts(path: Path) -> Scripts:
     """Read and check a file of scripts. Raises `ValueError` that names file and line."""
+    text = ""
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ValueError(f"{path}: the file of answers cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}:{line}: the file of answers is no UTF-8 text (save it as UTF-8)") from error
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        said = (
+            f"the character {chr(error.character)!r} is none of YAML's (write it escaped, in double quotes)"
+        )
+        raise ValueError(f"{path}:{line}: {said}") from error
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ValueError(f"{path}{line}: this is no YAML: {error.problem}") from error
+        place = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{path}{place}: this is no YAML: {error.problem}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: this is nested too deeply") from error
     return _Reader(path).scripts(root)
 
 
@@ -130,8 +152,9 @@ class _Reader:
                 )
         if "default" not in top and not tasks:
             raise self._wrong(root, "there are neither `tasks` nor a `default`")
+        scripts = self._once(tasks, str, "a task")
         return Scripts(
-            tasks=tuple((self._scalar(name, str, "a task"), self._script(node)) for name, node in tasks),
+            tasks=tuple((name, self._script(node)) for name, node in scripts.items()),
             default=self._turns(top["default"]) if "default" in top else None,
             tokens=tokens,
             max_model_len=most,
@@ -141,10 +164,16 @@ class _Reader:
         if not isinstance(node, yaml.MappingNode):
             return Script(self._turns(node))
         keys = self._mapping(node, {"turns", "samples"}, "a task")
-        samples = self._items(keys["samples"], "`samples`") if "samples" in keys else ()
+        if not keys:
+            raise self._wrong(node, "a task has `turns`, `samples` or both")
+        samples = self._once(
+            self._items(keys["samples"], "`samples`") if "samples" in keys else (), int, "a sample"
+        )
+        if wrong := [number for number in samples if number < 0]:
+            raise self._wrong(keys["samples"], f"samples are counted from 0, and {wrong[0]} is none")
         return Script(
             turns=self._turns(keys["turns"]) if "turns" in keys else None,
-            samples={self._scalar(key, int, "a sample"): self._turns(turns) for key, turns in samples},
+            samples={number: self._turns(turns) for number, turns in samples.items()},
         )
 
     def _turns(self, node: yaml.Node) -> tuple[Answer, ...]:
@@ -161,14 +190,17 @@ class _Reader:
             raise self._wrong(
                 node, "an answer has either a `text`, `reasoning` or `tool_calls`, or an `error`"
             )
-        seconds = float(self._scalar(keys["seconds"], int | float, "`seconds`")) if "seconds" in keys else 0.0
-        if not 0 <= seconds < float("inf"):
-            raise self._wrong(keys["seconds"], "`seconds` is a length of time")
+        if idle := ({"message"} if said else {"finish_reason"}) & set(keys):
+            other = "an `error`" if said else "an answer"
+            raise self._wrong(keys[min(idle)], f"`{min(idle)}` goes with {other} alone")
+        seconds = self._scalar(keys["seconds"], int | float, "`seconds`") if "seconds" in keys else 0.0
+        if not 0 <= seconds <= MAX_SECONDS:
+            raise self._wrong(keys["seconds"], "`seconds` is a length of time, 1e9 at most")
         if said:
             calls = tuple(self._calls(keys["tool_calls"])) if "tool_calls" in keys else ()
             return Answer(
                 text=self._scalar(keys["text"], str, "`text`") if "text" in keys else "",
-                seconds=seconds,
+                seconds=float(seconds),
                 reasoning=self._scalar(keys["reasoning"], str, "`reasoning`") if "reasoning" in keys else "",
                 tool_calls=calls,
                 finish_reason=self._finish_reason(keys, "tool_calls" if calls else "stop"),
@@ -178,7 +210,7 @@ class _Reader:
         if row is None or row.domain not in PolicyError.domains:
             raise self._wrong(keys["error"], f"{error!r} is no error class of a policy")
         message = self._scalar(keys["message"], str, "`message`") if "message" in keys else ""
-        return Answer(seconds=seconds, error=error, message=message)
+        return Answer(seconds=float(seconds), error=error, message=message)
 
     def _finish_reason(self, keys: Mapping[str, yaml.Node], default: str) -> str:
         if "finish_reason" not in keys:
@@ -203,16 +235,27 @@ class _Reader:
         if not isinstance(node, yaml.MappingNode):
             return str(self._scalar(node, str, "`arguments`"))
         try:
-            return json.dumps(self._scalars.construct_document(node))
-        except (TypeError, ValueError, yaml.YAMLError) as error:
+            return json.dumps(self._scalars.construct_document(node), allow_nan=False)
+        except yaml.MarkedYAMLError as error:
+            raise self._wrong(node, f"these arguments cannot be JSON: {error.problem}") from error
+        except (TypeError, ValueError, RecursionError) as error:
             raise self._wrong(node, f"these arguments cannot be JSON: {error}") from error
 
     def _mapping(self, node: yaml.Node, known: set[str], what: str) -> dict[str, yaml.Node]:
-        found: dict[str, yaml.Node] = {}
-        for key, value in self._items(node, what):
-            name = self._scalar(key, str, "a key")
+        items = self._items(node, what)
+        found = self._once(items, str, "a key")
+        for (key, _), name in zip(items, found, strict=True):
             if name not in known:
                 raise self._wrong(key, f"{what} has no key {name!r}; known: {', '.join(sorted(known))}")
+        return found
+
+    def _once(
+        self, items: Sequence[tuple[yaml.Node, yaml.Node]], kind: Any, what: str
+    ) -> dict[Any, yaml.Node]:
+        """A mapping's values by key: YAML itself lets one be there twice, and keeps the last."""
+        found: dict[Any, yaml.Node] = {}
+        for key, value in items:
+            name = self._scalar(key, kind, what)
             if name in found:
                 raise self._wrong(key, f"{name!r} is there twice")
             found[name] = value
@@ -225,10 +268,19 @@ class _Reader:
         return items
 
     def _scalar(self, node: yaml.Node, kind: Any, what: str) -> Any:
-        value = self._scalars.construct_object(node) if isinstance(node, yaml.ScalarNode) else None
+        value = None
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                value = self._scalars.construct_object(node)
+            except yaml.MarkedYAMLError as error:
+                raise self._wrong(node, f"{what} cannot be read: {error.problem}") from error
+            except ValueError as error:  # a date that is none, a number that is too long
+                raise self._wrong(node, f"{what} cannot be read: {error}") from error
         wrong_bool = isinstance(value, bool) and kind is not bool
         if value is None or wrong_bool or not isinstance(value, kind):
-            raise self._wrong(node, f"{what} must be {getattr(kind, '__name__', 'a number')}")
+            raise self._wrong(node, f"{what} must be {KINDS[kind]}")
+        if isinstance(value, str) and _SURROGATES.search(value):
+            raise self._wrong(node, f"{what} holds half of a surrogate pair, which is no text")
         return value
 
     def _wrong(self, node: yaml.Node, message: str) -> ValueError:

@@ -146,8 +146,6 @@ def _load(
 
         def __del__(self) -> None: ...
 
-    for name in QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     settings: dict[str, Any] = {"model": model, "enable_log_requests": False}
     if current_platform.is_cpu():
         settings |= CPU_ARGUMENTS
@@ -165,10 +163,13 @@ def _load(
     except TypeError as error:
         raise ValueError(f"vLLM does not take these engine arguments: {error}") from error
     try:
-        return Engine.from_engine_args(arguments, stat_loggers=[lambda config, index: recorder])
+        llm = Engine.from_engine_args(arguments, stat_loggers=[lambda config, index: recorder])
     except (RuntimeError, ValueError, OSError) as error:
         said = f"vLLM did not start with {model}: {error}"
         raise PolicyError("policy_unavailable", said, Evidence(said, "policy server")) from error
+    for name in QUIET_LOGGERS:  # vLLM sets its loggers anew while it starts
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return llm
 
 
 @contextmanager

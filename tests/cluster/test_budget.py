@@ -14,17 +14,19 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import yaml
+from ray.exceptions import ActorUnavailableError
 
 from rollcage.cluster.anthropic_policy import anthropic_policy
 from rollcage.cluster.budget import SharedBudget, shared_budgets, spending, stopping_when_spent
 from rollcage.cluster.config_policies import AnthropicPolicyConfig
 from rollcage.rollout.arrow import read_attempts, read_rollouts
-from rollcage.rollout.outcome import Cancelled
+from rollcage.rollout.outcome import Cancelled, PolicyError
 
 ROLLCAGE = Path(sys.executable).parent / "rollcage"
 SETTINGS = '[environment]\nmemory_mb = 64\nnetwork_mode = "no-network"\n'
@@ -169,6 +171,10 @@ def test_a_missing_key_is_told_before_anything_begins(write_task: Any, tmp_path:
         ({"thinking": {"type": "enabled"}}, "at least 1024"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "raise sampling.max_tokens"),
         ({"extra_body": {"tools": []}}, "extra_body cannot set tools"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": "many"}}, "a number of tokens"),
+        ({"base_url": "http://server/v1/"}, "leave /v1 out"),
+        ({"base_url": "server:8000"}, "must be a URL"),
+        ({"model": ""}, "at least 1 character"),
     ],
 )
 def test_settings_that_the_api_would_refuse_are_refused_at_once(settings: dict[str, Any], said: str) -> None:
@@ -208,6 +214,38 @@ def test_a_key_is_needed_but_for_a_server_on_this_machine(
             anthropic_policy("p", settings, environ)
     else:
         assert anthropic_policy("p", settings, environ).endpoint.api_key == environ.get("ANTHROPIC_API_KEY")
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"ANTHROPIC_API_KEY": "secret\n"}, "ANTHROPIC_API_KEY holds white space"),
+        ({"ANTHROPIC_API_KEY": "secrét"}, "ANTHROPIC_API_KEY holds white space or a letter"),
+        ({"ANTHROPIC_API_KEY": "k", "ANTHROPIC_BASE_URL": "server:8000"}, "server:8000 .* no URL"),
+    ],
+)
+def test_variables_that_cannot_be_used_are_named_and_keys_are_not_shown(
+    environ: dict[str, str], said: str
+) -> None:
+    settings = AnthropicPolicyConfig.model_validate({**BODY, "base_url": None})
+    with pytest.raises(ValueError, match=said) as error:
+        anthropic_policy("p", settings, environ)
+    assert "secr" not in str(error.value)
+
+
+async def test_a_count_that_cannot_be_asked_for_a_moment_has_spent_nothing_and_ends_no_job() -> None:
+    class Unreachable:
+        """An actor behind a broken connection."""
+
+        def remote(self) -> Any:
+            lost: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+            lost.set_exception(ActorUnavailableError("no connection", None))
+            return lost
+
+    budget = SharedBudget(SimpleNamespace(spent=Unreachable()), 1.0)
+    with pytest.raises(PolicyError) as error:
+        await budget.admit()
+    assert error.value.error_class == "policy_unavailable"
 
 
 @pytest.fixture(scope="module")

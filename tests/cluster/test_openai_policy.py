@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rollcage.cluster.config_policies import OpenAIPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
@@ -71,6 +76,29 @@ def test_a_server_without_ids_is_refused_where_they_are_required(url: str) -> No
 def test_a_model_that_the_server_does_not_have_is_named_with_those_that_it_has(url: str) -> None:
     with pytest.raises(InputError, match=r"^policies\.small: .* has no model 'n'; it has m"):
         client_policy("small", config(url, model="n"))
+
+
+def test_a_server_that_does_not_answer_does_not_hold_back_ctrl_c() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def interrupt() -> None:
+            silent.accept()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            client_policy("small", config(f"http://127.0.0.1:{silent.getsockname()[1]}/v1"))
+        thread.join()
+    assert time.monotonic() - started < 20, "the server's list of models is waited for 30 s"
+
+
+@pytest.mark.parametrize("headers", [{"X y": "a"}, {"X": "a\nb"}, {"X": "é"}, {"X": " a"}])
+def test_headers_that_cannot_be_sent_are_refused(headers: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match=r"headers\."):
+        config("http://127.0.0.1:9/v1", headers=headers)
+    assert config("http://127.0.0.1:9/v1", headers={"X-S": "a {session}\tb", "Y": ""}).headers["Y"] == ""
 
 
 def test_a_server_that_is_not_there_is_no_fault_of_the_job() -> None:

@@ -17,6 +17,7 @@ from rollcage.cluster.host import HostSpec, Prepared, SandboxHost
 from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.agents.commands import add_turn, run_command
 from rollcage.rollout.outcome import RolloutError
+from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.policies.scripted import ScriptedPolicy
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.sandbox.engine import Engine
@@ -37,7 +38,7 @@ class Site:
     `base` with an empty `/app` for workdir. `emitted` is called with each line that an attempt shows."""
 
     def __init__(self, settings: SandboxSettings, folder: Path, base: str) -> None:
-        self.policies: dict[str, ScriptedPolicy] = {}
+        self.policies: dict[str, Policy] = {}
         self.emitted: Callable[[str], None] = lambda _line: None
         spec = HostSpec("test-faults", settings, policies=self.policies)
         self.host = SandboxHost(spec, emit=lambda line: self.emitted(line))

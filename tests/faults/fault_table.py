@@ -109,6 +109,7 @@ AGENT = {
     "policy_slow": Row("policy too slow", "scripted policy that says so", "policy_timeout"),
     "policy_error": Row("policy fails", "scripted policy that says so", "policy_error"),
     "policy_limit": Row("policy asks for fewer requests", "scripted policy that says so", "rate_limited"),
+    "stale": Row("weights move on", "an engine in this process, newer at each turn; `max_staleness` 0", "stale"),
     "bug": Row("a bug of ours", "an agent that divides by zero", "internal_error"),
     "called_off": Row("called off", "the host is told to cancel", "cancelled"),
     "host_lost": Row("host lost", "kill -9 of the actor of a host on Ray", "host_lost"),

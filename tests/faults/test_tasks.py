@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,9 @@ from attempts import Site, given, site
 
 from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.outcome import TaskError
+from rollcage.rollout.policies.base import Sampling
+from rollcage.rollout.policies.engine import Generation, TokenPolicy
+from rollcage.rollout.policies.scripted import ByteTokenizer
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -112,6 +115,33 @@ async def test_agents_at_their_limits(here: Site, record: Record) -> None:
     )
     for key, attempt in zip(ways, ended, strict=True):
         record(key, given(attempt))
+    assert await here.left() == []
+
+
+class MovingEngine:
+    """Answers with a command, and with newer weights at each turn."""
+
+    tokenizer = ByteTokenizer()
+    max_model_len = 8192
+    version = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, **_: Any) -> Generation:
+        self.version += 1
+        ids = [*b"```bash\ntrue\n```", ByteTokenizer.END]
+        return Generation(ids, [0.0] * len(ids), "stop", 0.0, 0.0, version=self.version)
+
+    async def release(self, session_id: str) -> None:
+        """Nothing is kept."""
+
+
+async def test_weights_that_move_on_under_a_rollout(here: Site, record: Record) -> None:
+    here.policies["moving"] = TokenPolicy(MovingEngine(), name="moving", max_staleness=0)
+    attempt = await here.attempt(here.task(), "bash", policy="moving")
+    record("stale", given(attempt))
+    assert attempt.evidence is not None
+    assert "began with version 1 of policy moving, which is at version 2 now" in attempt.evidence.message
+    assert attempt.trajectory is not None
+    assert len(attempt.trajectory.turns) == 1
     assert await here.left() == []
 
 

@@ -21,6 +21,7 @@ from rollcage.rollout.outcome import (
     Quarantine,
     RolloutError,
     SandboxError,
+    Stale,
     TaskError,
     VerifierError,
     backoff,
@@ -33,7 +34,7 @@ DESIGN = {
     "verifier": "reward_missing reward_malformed reward_tampered verifier_timeout verifier_crash",
     "infra": "network_pool network_setup image_pull build_infra disk_full container_start container_lost "
     "docker_unavailable docker_timeout host_lost host_oom policy_unavailable policy_timeout policy_error rate_limited",
-    "service": "internal_error cancelled",
+    "service": "internal_error cancelled stale",
 }
 
 
@@ -44,7 +45,7 @@ def test_the_table_has_the_classes_of_the_design_and_no_other() -> None:
     assert table == {domain: names.split() for domain, names in DESIGN.items()}
 
 
-def test_only_an_agents_own_failure_gives_a_reward_and_only_infra_has_more_than_one_retry() -> None:
+def test_only_an_agents_own_failure_gives_a_reward_and_only_infra_and_stale_have_more_than_one_retry() -> None:
     for row in TABLE:
         assert row.reward_valid == (row.domain is Domain.AGENT)
         match row.domain:
@@ -61,7 +62,7 @@ def test_only_an_agents_own_failure_gives_a_reward_and_only_infra_has_more_than_
                 assert row.backoff_sec > 0
                 assert row.quarantine is Quarantine.NEVER
             case Domain.SERVICE:
-                assert row.retries == (1 if row.name == "internal_error" else 0)
+                assert row.retries == {"internal_error": 1, "stale": 8, "cancelled": 0}[row.name]
 
 
 def test_the_page_is_current() -> None:
@@ -96,6 +97,7 @@ def test_an_error_carries_a_class_of_its_own_boundary_only() -> None:
         PolicyError("rate_limited", "slow down"),
         AgentStopped("turn_limit", "30 turns"),
         TaskError("healthcheck", "never well"),
+        Stale("stale", "too old"),
         Cancelled(),
     ],
 )

@@ -37,6 +37,7 @@ def block(*lines: str, label: str = "bash") -> str:
         (block("echo submit"), Action("echo submit", False)),
         (block("cat > f <<'E'", "```x", "E"), Action("cat > f <<'E'\n```x\nE", False)),
         ("````bash\ncat > f <<E\n```\nE\n````", Action("cat > f <<E\n```\nE", False)),
+        (block("printf 'a\u2028b\x0cc\x85d\re'"), Action("printf 'a\u2028b\x0cc\x85d\re'", False)),
         (f"{block('ls')}\n{block('pwd')}", None),
         ("no block", None),
         ("```bash\nls", None),
@@ -134,6 +135,14 @@ async def test_tokens_are_limited_and_never_overdrawn(make_context: Any) -> None
     assert "cut off at the token limit" not in context.trajectory.messages[3].content
 
 
+async def test_an_answer_cut_by_the_agents_own_limit_is_not_called_malformed(make_context: Any) -> None:
+    context = make_context([block("echo a long command")], tokens=True)
+    with pytest.raises(AgentStopped) as stopped:
+        await BashAgent(max_tokens=50, max_malformed=1).run(context)
+    assert stopped.value.error_class == "token_limit"
+    assert [turn.malformed for turn in context.trajectory.turns] == [False, True]
+
+
 async def test_an_answer_cut_by_its_length_is_told_so(make_context: Any) -> None:
     context = make_context([block("echo a long command")], tokens=True, sampling=Sampling(max_tokens=9))
     with pytest.raises(AgentStopped):
@@ -219,6 +228,23 @@ async def test_the_next_step_goes_on_in_the_same_conversation(make_context: Any)
     assert contents[3] == ("user", "Now this.")
     assert [role for role, _ in contents].count("system") == 1
     assert [turn.index for turn in context.trajectory.turns] == [0, 1]
+
+
+async def test_what_a_step_asked_in_vain_is_not_in_the_record_of_the_next(make_context: Any) -> None:
+    agent = BashAgent(system_prompt="")
+    context = make_context([block("echo 1"), {"error": "context_overflow"}, block("submit")])
+    with pytest.raises(PolicyError):
+        await agent.run(context)
+    assert [message.role for message in context.trajectory.messages] == ["user", "assistant", "user"]
+    context.step = Step("second", "Now this.", tests=Path(), solution=None)
+    await agent.run(context)
+    said = [(message.role, message.content) for message in context.trajectory.messages]
+    assert said == [
+        ("user", "Do it."),
+        ("assistant", block("echo 1")),
+        ("user", "Now this."),
+        ("assistant", block("submit")),
+    ]
 
 
 async def test_prompts_can_be_replaced_by_texts_and_files(make_context: Any, tmp_path: Path) -> None:

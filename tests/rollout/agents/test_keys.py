@@ -330,7 +330,7 @@ class TestInASandbox:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"parser": "yaml"}, "parser is json or xml, not 'yaml'"),
+        ({"parser": "yaml"}, "parser must be 'json' or 'xml', not 'yaml'"),
         ({"parser": "xml", "structured": True}, "structured answers are JSON"),
         ({"max_wait_sec": 0}, "must be above 0"),
         ({"task_prompt": "Do {instruction}."}, r"task_prompt has no \{terminal_state\}"),

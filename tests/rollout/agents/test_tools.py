@@ -81,6 +81,8 @@ async def test_several_calls_of_one_answer_are_run_in_order_and_each_is_answered
         ("bash", '{"command": "\\ud83d"}', "half a surrogate pair"),
         ("read_file", '{"path": "f", "start_line": 0}', "'start_line' of read_file must be at least 1"),
         ("read_file", '{"path": "f", "end_line": 1.5}', "'end_line' of read_file must be a JSON integer"),
+        ("bash", "[" * 5000, "the arguments of bash are no JSON: it is nested too deeply"),
+        ("bash", '{"command": "ls", "timeout": 1e999}', "'timeout' of bash must be above 0 and finite"),
         ("python", "{}", "there is no tool 'python'; there are bash, read_file, write_file, edit"),
     ],
 )
@@ -134,14 +136,18 @@ async def test_a_refusal_ends_the_agent_at_once(make_context: Any) -> None:
     assert [turn.finish_reason for turn in context.trajectory.turns] == ["refusal"]
 
 
-async def test_arguments_that_were_cut_off_are_told_so(make_context: Any) -> None:
-    cut = {
-        "tool_calls": [{"name": "bash", "arguments": '{"command": "ec'}],
-        "finish_reason": "length",
-    }
-    context = make_context([cut, sh("true"), "done"])
+@pytest.mark.parametrize("arguments", ['{"command": "rm -r "', '{"command": "rm -r ."}'])
+async def test_a_call_that_was_cut_off_is_not_run_and_told_so(make_context: Any, arguments: str) -> None:
+    last = {"name": "bash", "arguments": arguments}  # some servers' parsers end what was cut
+    context = make_context(
+        [calls(call("bash", command="echo one"), last) | {"finish_reason": "length"}, sh("true"), "done"]
+    )
     await ToolsAgent().run(context)
-    assert "It was cut off at the token limit." in told(context)[0]
+    first, second = told(context)[:2]
+    assert "one" in first
+    assert second == "[not run: the answer was cut off at the token limit, and this call with it]"
+    assert [command.command for command in context.trajectory.turns[0].commands] == ["echo one"]
+    assert not context.trajectory.turns[0].malformed
 
 
 async def test_with_submit_only_the_call_ends_it(make_context: Any, tmp_path: Path) -> None:
@@ -260,7 +266,7 @@ def test_it_is_found_by_name_and_says_what_is_wrong_with_its_options() -> None:
     assert load_agent("tools", {"structured": True, "max_turns": 5}).needs_policy
     with pytest.raises(ValueError, match="does not take these options"):
         load_agent("tools", {"examples": []})
-    with pytest.raises(ValueError, match="`done` is answer or submit, not 'now'"):
+    with pytest.raises(ValueError, match="done must be 'answer' or 'submit', not 'now'"):
         load_agent("tools", {"done": "now"})
     with pytest.raises(ValueError, match=r"system_prompt has no \{tools\}"):
         load_agent("tools", {"structured": True, "system_prompt": "Call tools."})

@@ -432,7 +432,97 @@ async def test_an_answer_that_breaks_off_is_no_answer_and_the_turn_is_tried_agai
     made = await ask(server.policy(budget=budget))
     assert (made.text, made.completion_tokens, len(server.bodies)) == ("whole", 20, 2)
     assert server.bodies[0] == server.bodies[1]
-    assert await budget.spent() == pytest.approx(made.cost_usd)
+    counted = (100 * 5 + 40 * 6.25 + 60 * 0.5 + 1 * 25) / 1e6
+    assert await budget.spent() == pytest.approx(made.cost_usd + counted), "what broke off had its price, too"
+
+
+@pytest.mark.parametrize("ended", ["by its time", "by its rollout"])
+async def test_an_answer_that_is_called_off_is_paid_for(server: Server, ended: str) -> None:
+    server.script = [says(text("slow"), cut="hang")]
+    budget = LocalBudget(1.0)
+    policy = server.policy(budget=budget, request_timeout_sec=0.5 if ended == "by its time" else 60.0)
+    asked = asyncio.ensure_future(ask(policy))
+    await server.asked(1)
+    if ended == "by its rollout":
+        await asyncio.sleep(0.5)  # for the answer to begin
+        asked.cancel()
+    await asyncio.wait({asked})
+    assert await budget.spent() == pytest.approx(0.000805)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "message_start", "message": "m"},
+        {"type": "message_start", "message": {"usage": "many"}},
+        {"type": "content_block_start", "index": 0, "content_block": {"text": "of no type"}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text"}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": None}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking"}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "tool_use", "input": {}}},
+        {"type": "content_block_delta", "index": 7, "delta": {"type": "text_delta", "text": "x"}},
+        {"type": "message_delta", "delta": {"stop_reason": ["end_turn"]}},
+        ["no event"],
+    ],
+)
+async def test_events_that_do_not_fit_are_the_servers_error(server: Server, event: Any) -> None:
+    async def reply(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=f"data: {json.dumps(event)}\n\n", content_type="text/event-stream")
+
+    server.script = [reply]
+    with pytest.raises(PolicyError) as error:
+        await ask(server.policy(retry_sec=0.01))
+    assert (error.value.error_class, error.value.evidence.status) == ("policy_error", 500)
+
+
+async def test_what_is_no_stream_of_events_is_not_asked_for_again(server: Server) -> None:
+    async def welcome(request: web.Request) -> web.StreamResponse:
+        return web.Response(text="<html>Welcome</html>", content_type="text/html")
+
+    async def packed(request: web.Request) -> web.StreamResponse:
+        return web.Response(
+            body=b"no gzip", headers={"content-type": "text/event-stream", "content-encoding": "gzip"}
+        )
+
+    for reply in (welcome, packed):
+        server.script = [reply]
+        with pytest.raises(PolicyError) as error:
+            await ask(server.policy())
+        assert error.value.error_class == "policy_error"
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("wrong", ["no scheme", "no TLS", "a key with a line break"])
+async def test_a_request_that_cannot_be_sent_is_said_at_once_and_without_the_key(
+    server: Server, wrong: str
+) -> None:
+    settings: dict[str, dict[str, str]] = {
+        "no scheme": {"base_url": server.url.removeprefix("http://")},
+        "no TLS": {"base_url": server.url.replace("http:", "https:")},
+        "a key with a line break": {"api_key": "secret-key\n"},
+    }
+    with pytest.raises(PolicyError) as error:
+        await ask(server.policy(**settings[wrong]))
+    assert (error.value.error_class, server.bodies) == ("policy_error", [])
+    assert " tries " not in error.value.evidence.message
+    assert "secret-key" not in str(error.value) + str(error.value.evidence)
+
+
+async def test_a_hosts_own_variables_do_not_send_the_key_elsewhere(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", server.url)
+    client = server.policy(base_url=None, api_key="key").line.client
+    assert client.base_url.host == "api.anthropic.com"
+
+
+async def test_halves_of_a_character_are_joined_and_one_that_is_alone_is_replaced(server: Server) -> None:
+    server.script = [says(text("ab\ud83d\ude00 c\ud800")), says(text("ok"))]
+    session = server.policy().session("a-1", task="t", sample=0)
+    made, _ = await session.complete([Message("user", "u")], Sampling())
+    assert made.text == "ab\U0001f600 c\ufffd"
+    await session.complete([Message("user", "v")], Sampling())
+    assert server.bodies[1]["messages"][1]["content"] == [text(made.text)]
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,8 @@ async def test_headers_name_the_session_and_the_key_is_the_hosts_own(
         (body_of('{"choices": [{"index": 0, "finish_reason": "stop"}]}'), "policy_error", "holds no answer"),
         (completion(finish=None), "policy_error", "ended as None"),
         (completion(finish="error"), "policy_error", "ended as 'error'"),
+        (completion(finish={}), "policy_error", "ended as {}"),  # type: ignore[arg-type]
+        (body_of("[" * 100_000), "policy_error", "no JSON"),
     ],
 )
 async def test_what_no_other_try_mends_ends_the_turn_at_once(
@@ -302,6 +304,51 @@ async def test_what_no_other_try_mends_ends_the_turn_at_once(
     assert said in fault.message
     assert len(server.bodies) == (2 if error_class == "context_overflow" else 1)
     assert fault.evidence.said_by == "policy server"
+
+
+async def test_what_servers_word_in_their_own_way_is_read(server: Scripted) -> None:
+    parts = [
+        {"type": "thinking", "thinking": "Hm."},
+        {"type": "text", "text": "two "},
+        {"type": "text", "text": "parts"},
+    ]
+    calls = [
+        {"id": "c", "function": {"name": "bash", "arguments": {"command": "ü"}}},
+        "what?",
+        {"function": None},
+    ]
+    server.replies = [
+        completion(parts, tool_calls=calls),  # type: ignore[arg-type]
+        completion("ab\ud83d", tool_calls="none"),
+        body_of(
+            '{"choices": [{"finish_reason": "stop", "message": {"content": "a"}, "logprobs": {"token_logprobs": 5}}], '
+            '"usage": {"prompt_tokens": "many", "prompt_tokens_details": [1]}}'
+        ),
+    ]
+    one, two, three = [await turn(server.policy()) for _ in range(3)]
+    assert (one.text, one.tool_calls) == ("two parts", (ToolCall("c", "bash", '{"command": "ü"}'),))
+    assert (two.text, two.tool_calls) == ("ab\ufffd", ())
+    assert (three.text, three.prompt_tokens, three.cached_tokens) == ("a", None, 0)
+
+
+async def test_a_request_that_cannot_be_sent_is_said_at_once_and_without_the_key(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.replies = [completion()]
+    monkeypatch.setenv("A_KEY", "secret\n")
+    said = await refused_at_start(server.settings(api_key_env="A_KEY"))
+    assert "the variable A_KEY holds white space" in said
+    faults = [
+        await fault_of(server.policy(api_key_env="A_KEY")),
+        await fault_of(server.policy(headers={"X-Key": "secret\n"})),
+        await fault_of(server.policy(headers={"X-Key": "é"})),
+        await fault_of(server.policy(base_url=server.url.replace("http:", "https:"))),
+    ]
+    assert {fault.error_class for fault in faults} == {"policy_error"}
+    assert not any(" tries " in fault.evidence.message for fault in faults)
+    assert not any("200" in fault.evidence.message for fault in faults)
+    assert not any("secret" in f"{said} {fault} {fault.evidence}" for fault in faults)
+    assert server.bodies == []
 
 
 async def test_a_turn_that_failed_has_left_nothing_behind(server: Scripted) -> None:

@@ -156,7 +156,7 @@ def test_byte_tokens_decode_to_what_was_encoded(parts: list[str]) -> None:
             r"answers\.yaml:2: the file has no key 'taks'; known: default, max_model_len, tasks",
         ),
         ("default: []", r":1: turns are a list with at least one answer"),
-        ("default:\n  - x\n  - 3", r":3: an answer must be str"),
+        ("default:\n  - x\n  - 3", r":3: an answer must be a text"),
         ("default:\n  - {error: no_such}", r":2: 'no_such' is no error class of a policy"),
         ("default:\n  - {error: image_build}", r":2: 'image_build' is no error class of a policy"),
         (
@@ -165,21 +165,43 @@ def test_byte_tokens_decode_to_what_was_encoded(parts: list[str]) -> None:
         ),
         ("default:\n  - {text: x, seconds: -1}", r":2: `seconds` is a length of time"),
         ("default:\n  - {text: x, seconds: true}", r":2: `seconds` must be"),
-        ("tasks:\n  a:\n    samples:\n      one: [x]", r":4: a sample must be int"),
+        ("tasks:\n  a:\n    samples:\n      one: [x]", r":4: a sample must be a whole number"),
         ("default: [x]\ndefault: [y]", r":2: 'default' is there twice"),
-        ("default: [x]\ntokens: maybe", r":2: `tokens` must be bool"),
+        ("default: [x]\ntokens: maybe", r":2: `tokens` must be true or false"),
         (CALLS % "false", r":2: `max_model_len` is above 0 and goes with `tokens: true`"),
         ("default:\n  - {tool_calls: bash}", r":2: `tool_calls` is a list of calls"),
         ("default:\n  - tool_calls:\n      - {name: bash}", r":3: a call has a `name` and `arguments`"),
-        ("default:\n  - tool_calls:\n      - {name: b, arguments: 5}", r":3: `arguments` must be str"),
+        ("default:\n  - tool_calls:\n      - {name: b, arguments: 5}", r":3: `arguments` must be a text"),
         ("default:\n  - tool_calls:\n    - {name: b, arguments: {a: 2020-01-01}}", r":3: .* cannot be JSON"),
         ("default:\n  - {text: x, finish_reason: done}", r":2: no answer ends by 'done'; known: stop, "),
         ("default:\n  - {seconds: 1}", r":2: an answer has either a `text`, "),
+        ("tokens: true\ndefault: ['a\0b']", r":2: the character '\\x00' is none of YAML's"),
+        ("default:\n  - !new x", r":2: an answer cannot be read: .* constructor for the tag '!new'"),
+        ("default:\n  - 2001-99-99", r":2: an answer cannot be read: month must be in 1..12"),
+        ('default:\n  - "\\ud83d"', r":2: an answer holds half of a surrogate pair"),
+        ("default:\n  - {text: x, seconds: 1" + "0" * 400 + "}", r":2: `seconds` is a length of time"),
+        ("[" * 2000, r"answers\.yaml: this is nested too deeply"),
+        ("tasks:\n  a: [x]\n  a: [y]", r":3: 'a' is there twice"),
+        ("tasks:\n  a:\n    samples:\n      0: [x]\n      0: [y]", r":5: 0 is there twice"),
+        ("tasks:\n  a:\n    samples: {-1: [x]}", r":3: samples are counted from 0, and -1 is none"),
+        ("tasks:\n  a: {}", r":2: a task has `turns`, `samples` or both"),
+        ("default:\n  - {text: x, message: m}", r":2: `message` goes with an `error` alone"),
+        (
+            "default:\n  - {error: policy_error, finish_reason: stop}",
+            r":2: `finish_reason` goes with an answer",
+        ),
+        ("default:\n  - tool_calls: [{name: b, arguments: {a: .nan}}]", r":2: .* cannot be JSON"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         policy(tmp_path, text)
+
+
+def test_a_file_that_is_no_utf_8_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "answers.yaml").write_bytes(b"default:\n  - caf\xe9\n")
+    with pytest.raises(ValueError, match=r"answers\.yaml:2: the file of answers is no UTF-8 text"):
+        ScriptedPolicy(tmp_path / "answers.yaml")
 
 
 def test_a_file_that_is_not_there_is_named() -> None:

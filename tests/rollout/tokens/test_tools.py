@@ -180,9 +180,13 @@ def test_examples_that_an_agent_gives_are_shown_with_their_calls(talk: Any) -> N
         assert text.count("out") >= 1
 
 
-def test_arguments_that_are_no_json_are_shown_as_text(talk: Any) -> None:
+DEEP = [pytest.param('{"a":' * levels + "1" + "}" * levels, id=f"deep{levels}") for levels in (600, 2000)]
+
+
+@pytest.mark.parametrize("arguments", ['{"command": "ls', *DEEP])
+def test_arguments_that_are_no_json_are_shown_as_text(talk: Any, arguments: str) -> None:
     engine = talk("mistral", [BASH])
-    broken = Message("assistant", "", tool_calls=(ToolCall("call00000", "bash", '{"command": "ls'),))
+    broken = Message("assistant", "", tool_calls=(ToolCall("call00000", "bash", arguments),))
     engine.answer(user("go"), "[TOOL_CALLS][...]", broken)
     engine.answer([output("it is no JSON")], "done")
     assert len(engine.tokens.segments) == 1
@@ -250,15 +254,16 @@ class Parsing:
 
     max_model_len = 4096
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, end: str = "stop") -> None:
         self.tokenizer = tokenizer
+        self.end = end
         self.prompts: list[list[int]] = []
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, **_: Any) -> Generation:
         self.prompts.append(list(prompt_ids))
         ids = self.tokenizer.encode("[TOOL_CALLS][...]</s>", add_special_tokens=False)
         call = calls("ls").tool_calls
-        return Generation(ids, [-1.0] * len(ids), "stop", 0.0, 0.0, parsed=Parsed("", "", call))
+        return Generation(ids, [-1.0] * len(ids), self.end, 0.0, 0.0, parsed=Parsed("", "", call))
 
     async def release(self, session_id: str) -> None: ...
 
@@ -271,3 +276,9 @@ async def test_a_session_goes_on_behind_the_calls_that_its_engine_has_parsed(tok
         assert (made.finish_reason, made.text, segment) == ("tool_calls", "", 0)
         assert engine.prompts[-1] == made.prompt_ids
         assert session.segments[0].ids == [*made.prompt_ids, *made.ids]
+
+
+async def test_an_answer_that_was_cut_is_called_so_though_its_engine_has_parsed_calls(tokenizer: Any) -> None:
+    session = TokenPolicy(Parsing(tokenizer("mistral"), "length")).session("a", task="t", sample=0)
+    made, _ = await session.complete(user("go"), Sampling(), tools=[BASH])
+    assert (made.finish_reason, len(made.tool_calls)) == ("length", 1)

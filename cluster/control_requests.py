@@ -1,0 +1,276 @@
+"""The job's side of `control.py`: the folder, and the answers to what is asked in it.
+
+Whatever lies in the folder is answered, and never hurts the job: a request that cannot be read is refused, and what
+goes wrong with one is its own answer. Updates follow each other (`ServedPolicy.update`); status is told at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import stat
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from rollcage.cluster.config_policies import Settings
+from rollcage.cluster.control import ALIVE, ANSWER, FOLDER, POLL_SEC, REQUEST, write_json
+
+MOST_BYTES = 64 << 10
+"""Of a request: a path and a number."""
+
+PROGRESS_SEC = 0.5
+"""Between two accounts of an update that is under way."""
+
+
+class Updated(Protocol):
+    """What is needed of a policy here; `ServedPolicy` is one."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def path(self) -> str | None: ...
+
+    async def update(self, path: str, version: int) -> dict[int, str]: ...
+
+    def status(self) -> list[dict[str, Any]]: ...
+
+
+class UpdateRequest(Settings):
+    """See `update_policy`."""
+
+    do: Literal["update"]
+    policy: str | None = None
+    path: str
+    version: int = Field(ge=0)
+
+
+class StatusRequest(Settings):
+    """See `policy_status`."""
+
+    do: Literal["status"]
+    policy: str | None = None
+
+
+Request = UpdateRequest | StatusRequest
+
+_REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="do")])
+
+
+class Refused(Exception):
+    """The request cannot be carried out; nothing has changed."""
+
+
+@contextmanager
+def control_folder(run: Path, say: Callable[[str], None]) -> Iterator[Path | None]:
+    """The folder of a job that begins, gone when the block ends. What a killed job left in its place is removed. None
+    where it cannot be made, which `say` is told: the job goes on without."""
+    folder = run / FOLDER
+    try:
+        lock = _make(folder)
+    except OSError as error:
+        say(f"weights cannot be replaced in this job: {folder} cannot be made: {error}")
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+@asynccontextmanager
+async def answering(
+    folder: Path | None, policies: Mapping[str, Updated], say: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Inside the block, requests are answered. `say` is told of updates, a line each."""
+    if folder is None:
+        yield
+        return
+    answers = _Answers(folder, policies, say)
+    watching = asyncio.create_task(answers.watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
+        await answers.end()
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            say(f"requests in {folder} were no longer answered: {error!r}")
+
+
+class _Answers:
+    def __init__(self, folder: Path, policies: Mapping[str, Updated], say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._policies = policies
+        self._say = say
+        self._done: set[str] = set()
+        """Requests that could not be removed, and are not to be answered twice."""
+        self._work: set[asyncio.Task[dict[str, Any]]] = set()
+
+    async def watch(self) -> None:
+        """Answer requests for ever."""
+        while True:
+            try:
+                names = await asyncio.to_thread(_requests, self._folder)
+            except OSError as error:
+                self._say(f"{self._folder} cannot be read, and requests are not answered: {error}")
+                return
+            for name in names:
+                if name not in self._done:
+                    self._take(name)
+            await asyncio.sleep(POLL_SEC)
+
+    async def end(self) -> None:
+        """Give up what is under way."""
+        for task in self._work:
+            task.cancel()
+        if self._work:
+            await asyncio.wait(self._work)
+
+    def _take(self, name: str) -> None:
+        path = self._folder / name
+        stem = name.removesuffix(REQUEST)
+        try:
+            request = _read(path)
+        except FileNotFoundError:
+            return
+        except (Refused, OSError) as error:
+            self._removed(name)
+            self._answer(stem, {"state": "refused", "error": f"{path}: {error}"})
+            return
+        if not self._removed(name):
+            return  # whoever asked has taken it back
+        task = asyncio.create_task(self._carried_out(stem, request))
+        self._work.add(task)
+        task.add_done_callback(lambda done: self._ended(stem, done))
+
+    def _removed(self, name: str) -> bool:
+        try:
+            (self._folder / name).unlink()
+        except FileNotFoundError:
+            return False
+        except OSError:  # a directory, say
+            self._done.add(name)
+        return True
+
+    async def _carried_out(self, stem: str, request: Request) -> dict[str, Any]:
+        try:
+            if isinstance(request, StatusRequest):
+                named = self._policies if request.policy is None else dict([self._named(request.policy)])
+                return {"state": "done", "policies": {name: _status(one) for name, one in named.items()}}
+            return await self._update(stem, request)
+        except (Refused, ValueError) as error:
+            return {"state": "refused", "error": str(error)}
+
+    async def _update(self, stem: str, request: UpdateRequest) -> dict[str, Any]:
+        name, policy = self._named(request.policy)
+        path, version = Path(request.path), request.version
+        if not path.is_absolute():
+            raise Refused(f"the path of the weights must be absolute, not {path}")
+        if not await asyncio.to_thread(path.is_dir):
+            raise Refused(f"{path}: there is no such directory of weights")
+        began = time.monotonic()
+        updating = asyncio.ensure_future(policy.update(str(path), version))
+        try:
+            while not updating.done():
+                self._answer(stem, {"state": "working", "replicas": policy.status()})
+                await asyncio.wait({updating}, timeout=PROGRESS_SEC)
+        finally:
+            updating.cancel()
+            await asyncio.wait({updating})
+        results, seconds = updating.result(), time.monotonic() - began
+        if policy.path not in (None, str(path)) and set(results.values()) == {"same"}:
+            raise Refused(
+                f"version {version} of policy {name} is what was at {policy.path}: other weights need a higher version"
+            )
+        said = ", ".join(f"replica {number} {how}" for number, how in results.items())
+        self._say(f"policy {name}: version {version} from {path} ({seconds:.1f} s): {said}")
+        return {
+            "state": "done",
+            "policy": name,
+            "version": version,
+            "path": str(path),
+            "replicas": results,
+            "seconds": seconds,
+        }
+
+    def _named(self, name: str | None) -> tuple[str, Updated]:
+        served = ", ".join(self._policies)
+        if not self._policies:
+            raise Refused(
+                "this job serves no policy with vLLM: there are no weights here that could be replaced"
+            )
+        if name is None and len(self._policies) > 1:
+            raise Refused(f"this job serves several policies, say which: {served}")
+        name = next(iter(self._policies)) if name is None else name
+        if name not in self._policies:
+            raise Refused(f"this job serves no policy {name!r}, but {served}")
+        return name, self._policies[name]
+
+    def _ended(self, stem: str, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._work.discard(task)
+        if task.cancelled():
+            self._answer(stem, {"state": "failed", "error": "the job ended before it was done"})
+        elif (error := task.exception()) is not None:  # what has no name yet must not be silent
+            self._say(f"a request in {self._folder} failed: {error!r}")
+            self._answer(stem, {"state": "failed", "error": repr(error)})
+        else:
+            self._answer(stem, task.result())
+
+    def _answer(self, stem: str, answer: dict[str, Any]) -> None:
+        try:
+            write_json(self._folder / f"{stem}{ANSWER}", answer)
+        except OSError as error:
+            self._say(f"a request in {self._folder} could not be answered: {error}")
+
+
+def _make(folder: Path) -> int:
+    """Make the folder, with its lock held before anybody can see it."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
+    hidden = folder / f"{ALIVE}.tmp"
+    lock = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        os.replace(hidden, folder / ALIVE)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _requests(folder: Path) -> list[str]:
+    """Names of the requests, the oldest first."""
+    return sorted(name for name in os.listdir(folder) if name.endswith(REQUEST))
+
+
+def _read(path: Path) -> Request:
+    """Raises `Refused` for what is no request, or not of this user (or root), and `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise Refused("this is no file")
+        if about.st_uid not in (0, os.geteuid()):
+            raise Refused("this is another user's file")
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise Refused(f"this is more than {MOST_BYTES} bytes")
+    try:
+        return _REQUEST.validate_json(data)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())
+        raise Refused("this is no request: " + "; ".join(problems)) from error
+
+
+def _status(policy: Updated) -> dict[str, Any]:
+    return {"version": policy.version, "path": policy.path, "replicas": policy.status()}

@@ -1,0 +1,67 @@
+"""What an agent is made with: every option is of the kind that it says, or named with what it is instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rollcage.rollout.agents.base import load_agent
+from rollcage.rollout.agents.options import check_options
+
+
+@pytest.mark.parametrize(
+    ("agent", "options", "said"),
+    [
+        ("bash", {"max_turns": "ten"}, "max_turns must be a whole number, not 'ten'"),
+        ("bash", {"max_turns": 2.5}, "max_turns must be a whole number, not 2.5"),
+        ("bash", {"max_turns": True}, "max_turns must be a whole number, not True"),
+        ("bash", {"max_tokens": "5"}, "max_tokens must be a whole number or null, not '5'"),
+        ("bash", {"summarize": "no"}, "summarize must be true or false, not 'no'"),
+        ("bash", {"command_timeout_sec": None}, "command_timeout_sec must be a number, not None"),
+        ("bash", {"command_timeout_sec": float("nan")}, "command_timeout_sec must be above 0"),
+        ("bash", {"system_prompt": ["a"]}, "system_prompt must be a text or null, not ['a']"),
+        ("bash", {"examples": "abc"}, "examples must be a list, not 'abc'"),
+        ("bash", {"examples": ["abc"]}, "examples[0] must be a mapping, not 'abc'"),
+        ("bash", {"examples": [{"instruction": 1}]}, "examples[0].instruction must be a text, not 1"),
+        ("tools", {"structured": "yes"}, "structured must be true or false, not 'yes'"),
+        ("keys", {"columns": "80"}, "columns must be a whole number, not '80'"),
+    ],
+)
+def test_an_option_of_another_kind_is_named(agent: str, options: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="does not take these options") as refused:
+        load_agent(agent, options)
+    assert said in str(refused.value)
+
+
+def test_numbers_without_a_point_are_numbers() -> None:
+    assert load_agent("bash", {"command_timeout_sec": 5, "max_tokens": None}).needs_policy
+
+
+class Own:
+    """An agent of a user's, with annotations of every kind."""
+
+    def __init__(
+        self,
+        *,
+        way: Literal["a", "b"] | None = None,
+        either: int | str = 1,
+        path: Path = Path(),
+        ids: Sequence[int] = (),
+        anything: Any = None,
+        nothing="x",  # type: ignore[no-untyped-def]
+    ) -> None:
+        """Takes them."""
+
+
+def test_the_options_of_a_users_agent_are_checked_where_its_annotations_say_what_they_are() -> None:
+    check_options(Own, {"path": "x", "anything": [1], "nothing": 3, "ids": [1], "either": "a", "other": 1})
+    check_options(print, {"sep": 3})
+    with pytest.raises(ValueError, match="way must be 'a' or 'b' or null, not 'c'"):
+        check_options(Own, {"way": "c"})
+    with pytest.raises(ValueError, match="either must be a whole number or a text"):
+        check_options(Own, {"either": 1.5})
+    with pytest.raises(ValueError, match=r"ids\[1\] must be a whole number, not 'x'"):
+        check_options(Own, {"ids": [1, "x"]})

@@ -3,8 +3,8 @@
 
     python bare_vllm.py MODEL ENGINE_ARGS
 
-It prints a line when the model is loaded. For each line on stdin, the name of a file with the conversations and how many
-may be under way at once, it prints what came of them. A conversation's requests follow each other.
+It prints a line when the model is loaded. For each line on stdin, the name of a file with the conversations and how
+many may be under way at once, it prints what came of them. A conversation's requests follow each other.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ async def main(model: str, engine_args: dict[str, Any], answers: Any) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, disable_log_stats=True, **engine_args))
+    AsyncLLM.__del__ = lambda _: None  # it is shut down below; at the interpreter's end it would fail
     try:
         print("ready", file=answers, flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             file, concurrency = json.loads(line)
-            made = await replay(llm, json.loads(Path(file).read_text()), concurrency)
+            conversations = json.loads(await asyncio.to_thread(Path(file).read_text))
+            made = await replay(llm, conversations, concurrency)
             print(json.dumps(made), file=answers, flush=True)
     finally:
         llm.shutdown()

@@ -1,8 +1,8 @@
 """Tokens a second through rollouts, against vLLM alone; and what several replicas cost the prefix cache.
 
 Rollcage's side is whole rollouts of a job: the driver, a host's actor, Docker sandboxes, an agent that runs a trivial
-command after each answer, the verifier, the ledger, and a replica of vLLM in Ray. The other side is vLLM's `AsyncLLM` in
-a bare process, with the same arguments and threads, fed the very prompts of those rollouts, turn after turn, with the
+command after each answer, the verifier, the ledger, and a replica of vLLM in Ray. The other side is vLLM's `AsyncLLM`
+in a bare process, with the same arguments and threads, fed the very prompts of those rollouts, turn after turn, with the
 same seeds, lengths and concurrency. Answers have a fixed length. Runs of both are interleaved; medians are compared.
 
 Then new replicas: the same rollouts over one and over two, and what part of their prompts was in a prefix cache.

@@ -8,11 +8,25 @@ import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from rollcage.cluster.asked import answer_of
 from rollcage.cluster.config_policies import AnthropicPolicyConfig
+from rollcage.cluster.errors import CouldNotRun
+from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies.anthropic import AnthropicPolicy
-from rollcage.rollout.policies.anthropic_client import Endpoint
+from rollcage.rollout.policies.anthropic_client import API_URL, Endpoint, check
 from rollcage.rollout.policies.api_keys import api_key
 from rollcage.rollout.policies.budget import LocalBudget
+
+
+def checked_policy(name: str, settings: AnthropicPolicyConfig) -> AnthropicPolicy:
+    """The policy, of a server that takes its key and knows its model. Blocks until it has said so. Raises as
+    `anthropic_policy`, and `CouldNotRun` where no server is there."""
+    policy = anthropic_policy(name, settings)
+    try:
+        answer_of(check(policy.endpoint))
+    except PolicyError as error:
+        raise CouldNotRun(f"policies.{name}: {policy.endpoint.base_url or API_URL}: {error}") from error
+    return policy
 
 
 def anthropic_policy(

@@ -9,6 +9,7 @@ them. `job_schema` is the same as JSON schema.
 from __future__ import annotations
 
 import glob
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -86,90 +86,98 @@ def control_folder(run: Path, say: Callable[[str], None]) -> Iterator[Path | Non
 
 
 @asynccontextmanager
-async def answering(
-    folder: Path | None, policies: Mapping[str, Updated], say: Callable[[str], None]
-) -> AsyncIterator[None]:
-    """Inside the block, requests are answered. `say` is told of updates, a line each."""
-    if folder is None:
-        yield
-        return
-    answers = _Answers(folder, policies, say)
-    watching = asyncio.create_task(answers.watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-        await asyncio.wait({watching})
-        await answers.end()
-        if not watching.cancelled() and (error := watching.exception()) is not None:
-            say(f"requests in {folder} were no longer answered: {error!r}")
+async def job_control(run: Path, say: Callable[[str], None]) -> AsyncIterator[JobControl]:
+    """Inside the block, requests to the job that writes `run` are answered. `say` is told of updates, a line each."""
+    with control_folder(run, say) as folder:
+        control = JobControl(folder, say)
+        watching = asyncio.create_task(control.watch())
+        try:
+            yield control
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
+            if not watching.cancelled() and (error := watching.exception()) is not None:
+                say(f"requests in {folder} were no longer answered: {error!r}")
 
 
-class _Answers:
-    def __init__(self, folder: Path, policies: Mapping[str, Updated], say: Callable[[str], None]) -> None:
+class JobControl:
+    """Answers what is asked in `folder`. Until there are policies to be served an update waits."""
+
+    def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
         self._folder = folder
-        self._policies = policies
         self._say = say
+        self._policies: Mapping[str, Updated] = {}
+        self._not_yet = "the policies of this job are starting"
         self._done: set[str] = set()
         """Requests that could not be removed, and are not to be answered twice."""
         self._work: set[asyncio.Task[dict[str, Any]]] = set()
 
+    @asynccontextmanager
+    async def serving(self, policies: Mapping[str, Updated]) -> AsyncIterator[None]:
+        """Inside the block these policies are served. Updates that are under way at its end are given up."""
+        self._policies, self._not_yet = policies, ""
+        try:
+            yield
+        finally:
+            self._not_yet = "the job is about to end"
+            for task in self._work:
+                task.cancel()
+            if self._work:
+                await asyncio.wait(self._work)
+
     async def watch(self) -> None:
         """Answer requests for ever."""
-        while True:
+        folder = self._folder
+        while folder is not None:
             try:
-                names = await asyncio.to_thread(_requests, self._folder)
+                names = await asyncio.to_thread(_requests, folder)
             except OSError as error:
-                self._say(f"{self._folder} cannot be read, and requests are not answered: {error}")
+                self._say(f"{folder} cannot be read, and requests are not answered: {error}")
                 return
             for name in names:
                 if name not in self._done:
-                    self._take(name)
+                    self._take(folder / name)
             await asyncio.sleep(POLL_SEC)
 
-    async def end(self) -> None:
-        """Give up what is under way."""
-        for task in self._work:
-            task.cancel()
-        if self._work:
-            await asyncio.wait(self._work)
-
-    def _take(self, name: str) -> None:
-        path = self._folder / name
-        stem = name.removesuffix(REQUEST)
+    def _take(self, path: Path) -> None:
+        answered = path.with_name(path.name.removesuffix(REQUEST) + ANSWER)
         try:
             request = _read(path)
         except FileNotFoundError:
             return
         except (Refused, OSError) as error:
-            self._removed(name)
-            self._answer(stem, {"state": "refused", "error": f"{path}: {error}"})
+            self._removed(path)
+            self._answer(answered, {"state": "refused", "error": f"{path}: {error}"})
             return
-        if not self._removed(name):
+        if self._not_yet and isinstance(request, UpdateRequest):
+            return
+        if not self._removed(path):
             return  # whoever asked has taken it back
-        task = asyncio.create_task(self._carried_out(stem, request))
+        task = asyncio.create_task(self._carried_out(answered, request))
         self._work.add(task)
-        task.add_done_callback(lambda done: self._ended(stem, done))
+        task.add_done_callback(lambda done: self._ended(answered, done))
 
-    def _removed(self, name: str) -> bool:
+    def _removed(self, path: Path) -> bool:
         try:
-            (self._folder / name).unlink()
+            path.unlink()
         except FileNotFoundError:
             return False
         except OSError:  # a directory, say
-            self._done.add(name)
+            self._done.add(path.name)
         return True
 
-    async def _carried_out(self, stem: str, request: Request) -> dict[str, Any]:
+    async def _carried_out(self, answered: Path, request: Request) -> dict[str, Any]:
         try:
+            if self._not_yet:
+                raise Refused(self._not_yet)
             if isinstance(request, StatusRequest):
                 named = self._policies if request.policy is None else dict([self._named(request.policy)])
                 return {"state": "done", "policies": {name: _status(one) for name, one in named.items()}}
-            return await self._update(stem, request)
+            return await self._update(answered, request)
         except (Refused, ValueError) as error:
             return {"state": "refused", "error": str(error)}
 
-    async def _update(self, stem: str, request: UpdateRequest) -> dict[str, Any]:
+    async def _update(self, answered: Path, request: UpdateRequest) -> dict[str, Any]:
         name, policy = self._named(request.policy)
         path, version = Path(request.path), request.version
         if not path.is_absolute():
@@ -180,7 +188,7 @@ class _Answers:
         updating = asyncio.ensure_future(policy.update(str(path), version))
         try:
             while not updating.done():
-                self._answer(stem, {"state": "working", "replicas": policy.status()})
+                self._answer(answered, {"state": "working", "replicas": policy.status()})
                 await asyncio.wait({updating}, timeout=PROGRESS_SEC)
         finally:
             updating.cancel()
@@ -214,19 +222,19 @@ class _Answers:
             raise Refused(f"this job serves no policy {name!r}, but {served}")
         return name, self._policies[name]
 
-    def _ended(self, stem: str, task: asyncio.Task[dict[str, Any]]) -> None:
+    def _ended(self, answered: Path, task: asyncio.Task[dict[str, Any]]) -> None:
         self._work.discard(task)
         if task.cancelled():
-            self._answer(stem, {"state": "failed", "error": "the job ended before it was done"})
+            self._answer(answered, {"state": "failed", "error": "the job ended before it was done"})
         elif (error := task.exception()) is not None:  # what has no name yet must not be silent
             self._say(f"a request in {self._folder} failed: {error!r}")
-            self._answer(stem, {"state": "failed", "error": repr(error)})
+            self._answer(answered, {"state": "failed", "error": repr(error)})
         else:
-            self._answer(stem, task.result())
+            self._answer(answered, task.result())
 
-    def _answer(self, stem: str, answer: dict[str, Any]) -> None:
+    def _answer(self, answered: Path, answer: dict[str, Any]) -> None:
         try:
-            write_json(self._folder / f"{stem}{ANSWER}", answer)
+            write_json(answered, answer)
         except OSError as error:
             self._say(f"a request in {self._folder} could not be answered: {error}")
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rollcage.cluster.checks import clean_up_after
 from rollcage.cluster.config import JobConfig, PolicyConfig, ScriptedPolicyConfig, VllmPolicyConfig, load_job
 from rollcage.cluster.config_policies import AnthropicPolicyConfig, OpenAIPolicyConfig, RecordedPolicyConfig
-from rollcage.cluster.control_requests import answering, control_folder
+from rollcage.cluster.control_requests import job_control
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
 from rollcage.cluster.ledger import Ledger
@@ -91,8 +91,8 @@ def run_plan(
 ) -> RunResult:
     """Run what has been planned; `about` goes into `job.json`, too. Raises as `run_job`."""
     for name, policy in config.used_policies().items():
-        if isinstance(policy, OpenAIPolicyConfig):
-            asked = f"asking policy {name} at {policy.base_url} for one token"
+        if isinstance(policy, OpenAIPolicyConfig | AnthropicPolicyConfig):
+            asked = f"asking the server of policy {name}: {policy.base_url or policy.model}"
             console.print(asked, highlight=False, markup=False, soft_wrap=True)
     clients = client_policies(config)
     job = {
@@ -172,9 +172,9 @@ def client_policy(name: str, policy: PolicyConfig) -> Policy:
 
             return served_policy(name, policy, policy.tokenizer and model_path(policy.tokenizer))
         if isinstance(policy, AnthropicPolicyConfig):
-            from rollcage.cluster.anthropic_policy import anthropic_policy
+            from rollcage.cluster.anthropic_policy import checked_policy
 
-            return anthropic_policy(name, policy)
+            return checked_policy(name, policy)
         if isinstance(policy, RecordedPolicyConfig):
             from rollcage.rollout.policies.recorded import RecordedPolicy
 
@@ -210,14 +210,14 @@ async def _run(
             progress.say("joining the Ray cluster" if config.ray.address else "starting Ray on this machine")
             if config.sandbox.network.insecure_network:
                 progress.say(INSECURE)
-            control = stack.enter_context(control_folder(Path(ledger.location.path), progress.say))
+            control = await stack.enter_async_context(job_control(Path(ledger.location.path), progress.say))
             await stack.enter_async_context(_ray(config, interrupts))
             from rollcage.cluster.actors import RayHosts
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
 
             clients, budgets = await stack.enter_async_context(shared_budgets(scripted))
             served = await stack.enter_async_context(_served_policies(config, progress))
-            await stack.enter_async_context(answering(control, served, progress.say))
+            await stack.enter_async_context(control.serving(served))
             engines = {name: policy.policy for name, policy in served.items()}
             hosts = RayHosts(host_spec(config, plan, {**clients, **engines}), say=progress.say)
             driver = Driver(plan, ledger, hosts, progress)

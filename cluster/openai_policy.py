@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
+from rollcage.cluster.asked import answer_of
 from rollcage.cluster.config_policies import OpenAIPolicyConfig
 from rollcage.cluster.errors import CouldNotRun
 from rollcage.rollout.outcome import PolicyError
@@ -21,16 +17,6 @@ def served_policy(name: str, policy: OpenAIPolicyConfig, tokenizer: str | None) 
     given = policy.model_dump(exclude={"kind", "sampling"})
     settings = ServerSettings(**{**given, "tokenizer": tokenizer})
     try:
-        return _result(openai_policy(settings, name=name))
+        return answer_of(openai_policy(settings, name=name))
     except PolicyError as error:
         raise CouldNotRun(f"policies.{name}: {settings.base_url}: {error}") from error
-
-
-def _result(work: Coroutine[Any, Any, Policy]) -> Policy:
-    """What it returns. Ctrl-C calls it off; where an event loop runs, it needs a thread of its own and goes on."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()

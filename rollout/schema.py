@@ -158,7 +158,9 @@ MESSAGE = (
 
 COMMAND = (
     Field("command", TEXT, "as the agent gave it"),
-    Field("exit_code", pa.int64(), "exit status", null="it never ended by itself, or was typed into a terminal"),
+    Field(
+        "exit_code", pa.int64(), "exit status", null="it never ended by itself, or was typed into a terminal"
+    ),
     Field("stdout", TEXT, "standard output, head and tail"),
     Field("stderr", TEXT, "standard error, head and tail"),
     Field("seconds", pa.float64(), "wall time", "s"),

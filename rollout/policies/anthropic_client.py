@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rollcage.rollout.outcome import Evidence, PolicyError
 from rollcage.rollout.policies.anthropic_wire import FINISH, PAUSED, Answer, StreamError
-from rollcage.rollout.policies.faults import policy_fault
+from rollcage.rollout.policies.faults import dead_engine, policy_fault
+from rollcage.rollout.policies.retry import Gate, retried
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -23,8 +24,13 @@ API_URL = "https://api.anthropic.com"
 
 CONNECT_SEC = 30.0
 
+START_SEC = 60.0
+"""How long a server that does not answer yet is waited for before anything is begun."""
+
 NO_KEY = "none"
 """Sent to a server that needs no key: the SDK must have one."""
+
+HEALTH_SEC = 10.0
 
 STATUS = {
     "invalid_request_error": 400,
@@ -74,6 +80,48 @@ def connect(there: Endpoint) -> AsyncAnthropic:
     )
 
 
+async def check(there: Endpoint) -> None:
+    """Have the server count the tokens of a word, which costs nothing.
+
+    Raises `ValueError` for what the user must change (the key, the model's name, the URL), and `PolicyError` where no
+    server is there for `START_SEC`. Whatever else it answers says nothing of the answers that are to come.
+    """
+    client = connect(there)
+    try:
+        await retried(lambda: _count(client, there), Gate(1), within_sec=min(there.retry_sec, START_SEC))
+    except PolicyError as fault:
+        if fault.error_class == "policy_error":
+            raise ValueError(fault.message) from fault
+        raise
+    finally:
+        await client.close()
+
+
+async def _count(client: AsyncAnthropic, there: Endpoint) -> None:
+    import anthropic
+
+    doing = f"ask for {there.model}"
+    try:
+        async with asyncio.timeout(START_SEC):
+            await client.messages.count_tokens(
+                model=there.model, messages=[{"role": "user", "content": "Hello"}]
+            )
+    except TimeoutError as error:
+        raise policy_fault(error, doing) from error
+    except anthropic.APIStatusError as error:
+        fault = _refused(there, error, doing, error.status_code, error.error_code)
+        # A server that counts no tokens has a 404 for that path, too, but not in the API's form.
+        unknown = (
+            error.status_code == 404 and isinstance(error.body, dict) and error.body.get("type") == "error"
+        )
+        if unknown or error.status_code in (401, 403) or fault.error_class == "policy_unavailable":
+            raise fault from error
+    except anthropic.APIConnectionError as error:
+        raise policy_fault(error, doing) from error
+    except (anthropic.APIError, ValueError):
+        return
+
+
 async def ask_once(
     client: AsyncAnthropic, there: Endpoint, body: Mapping[str, Any], answer: Answer
 ) -> Answer:
@@ -94,9 +142,11 @@ async def ask_once(
             async for event in anthropic.AsyncStream.raw_events(response.http_response):
                 answer.add(event.json() if event.data else {"type": event.event})
     except anthropic.APIStatusError as error:
-        raise _refused(there, error, doing, error.status_code, error.error_code) from error
+        fault = _refused(there, error, doing, error.status_code, error.error_code)
+        raise await _with_health(client, there, fault) from error
     except StreamError as error:
-        raise _refused(there, error, doing, STATUS.get(error.kind, 500)) from error
+        fault = _refused(there, error, doing, STATUS.get(error.kind, 500))
+        raise await _with_health(client, there, fault) from error
     except TimeoutError as error:
         said = f"no whole answer within {there.request_timeout_sec:g} s"
         raise policy_fault(TimeoutError(said), doing) from error
@@ -118,6 +168,22 @@ def _require_stream(content_type: str) -> None:
     if content_type.partition(";")[0].strip().lower() != "text/event-stream":
         said = f"the server answered 200 with {content_type or 'no type'} instead of a stream of events"
         raise PolicyError("policy_error", said, Evidence(said, "policy server", status=200))
+
+
+async def _with_health(client: AsyncAnthropic, there: Endpoint, fault: PolicyError) -> PolicyError:
+    """A 500 of a server that is not Anthropic's own may be its engine's death, which its `/health` tells."""
+    import anthropic
+
+    if fault.evidence.status != 500 or there.base_url is None:
+        return fault
+    try:
+        async with asyncio.timeout(HEALTH_SEC):
+            await client.get("/health", cast_to=object)
+    except anthropic.APIStatusError as error:
+        return dead_engine(fault) if error.status_code == 503 else fault
+    except (anthropic.APIError, TimeoutError, ValueError):
+        return fault
+    return fault
 
 
 def _refused(

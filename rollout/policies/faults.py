@@ -10,6 +10,7 @@ import re
 import ssl
 import sys
 import time
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 
 from rollcage.rollout.outcome import Evidence, PolicyError
@@ -50,6 +51,13 @@ def policy_fault(error: BaseException, doing: str, *, status: int | None = None)
     said = said or type(error).__name__
     evidence = Evidence(f"could not {doing}: {type(error).__name__}: {said}", "policy server", status=status)
     return PolicyError(_error_class(error, said, status), said, evidence, _retry_after(error))
+
+
+def dead_engine(fault: PolicyError) -> PolicyError:
+    """The same, of a server whose engine is dead while its port goes on answering: every request fails with 500, and
+    the server's own `/health` (vLLM's, SGLang's) says 503."""
+    said = f"the server answers, but its /health says 503: its engine is dead: {fault.message}"
+    return PolicyError("policy_unavailable", said, replace(fault.evidence, message=said))
 
 
 def _error_class(error: BaseException, said: str, status: int | None) -> str:

@@ -17,7 +17,7 @@ import openai
 
 from rollcage.rollout.outcome import Evidence, PolicyError
 from rollcage.rollout.policies.api_keys import api_key
-from rollcage.rollout.policies.faults import policy_fault
+from rollcage.rollout.policies.faults import dead_engine, policy_fault
 from rollcage.rollout.policies.openai_body import no_completion
 from rollcage.rollout.policies.openai_lines import CONNECT_SEC, Lines
 from rollcage.rollout.policies.pulse import PULSE_SEC, Pulse
@@ -115,7 +115,10 @@ class Server:
             said = f"the model server gave no whole answer within {timeout_sec:.0f} s; the request was called off"
             raise PolicyError("policy_timeout", said, Evidence(said, "policy server")) from error
         except openai.OpenAIError as error:
-            raise self._fault(error, doing) from error
+            fault = self._fault(error, doing)
+            if fault.evidence.status == 500 and await self._engine_is_dead(lines):
+                fault = dead_engine(fault)
+            raise fault from error
         except UnicodeEncodeError as error:
             raise policy_fault(error, doing) from error
         except (ValueError, RecursionError) as error:  # JSONDecodeError: the SDK lets it out
@@ -149,6 +152,19 @@ class Server:
             raise policy_fault(error, "see a sign of life") from error
         except ValueError:
             return
+
+    async def _engine_is_dead(self, lines: Lines) -> bool:
+        """Whether the server itself says so. One that has no such page says nothing."""
+        url = f"{self.settings.base_url.rstrip('/').removesuffix('/v1')}/health"
+        try:
+            async with asyncio.timeout(CONNECT_SEC):
+                with lines.client() as client:
+                    await client.get(url, cast_to=object, options=self._options("health"))
+        except openai.APIStatusError as error:
+            return error.status_code == 503
+        except (openai.OpenAIError, TimeoutError, ValueError):
+            return False
+        return False
 
     def _options(self, session_id: str) -> Any:
         """The SDK's, for one request: its headers. It wants a key where none is to be sent."""

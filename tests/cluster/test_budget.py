@@ -25,6 +25,8 @@ from ray.exceptions import ActorUnavailableError
 from rollcage.cluster.anthropic_policy import anthropic_policy
 from rollcage.cluster.budget import SharedBudget, shared_budgets, spending, stopping_when_spent
 from rollcage.cluster.config_policies import AnthropicPolicyConfig
+from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.job import client_policy
 from rollcage.rollout.arrow import read_attempts, read_rollouts
 from rollcage.rollout.outcome import Cancelled, PolicyError
 
@@ -41,6 +43,9 @@ class Messages(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
+        if self.path.endswith("/count_tokens"):
+            self.answer(self.server.counts, "application/json", b'{"input_tokens": 9}')
+            return
         with self.server.lock:
             self.server.now += 1
             self.server.most = max(self.server.most, self.server.now)
@@ -60,8 +65,11 @@ class Messages(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.now -= 1
             self.server.answered += 1
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
+        self.answer(200, "text/event-stream", body)
+
+    def answer(self, status: int, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-type", content_type)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -74,6 +82,7 @@ class Messages(BaseHTTPRequestHandler):
 def messages() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Messages)
     server.lock, server.now, server.most, server.answered, server.seconds = threading.Lock(), 0, 0, 0, 0.2
+    server.counts = 200
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -156,6 +165,36 @@ def test_a_missing_key_is_told_before_anything_begins(write_task: Any, tmp_path:
     assert (status, report, (tmp_path / "run").exists()) == (1, {}, False)
     assert "policies.claude: the variable MY_KEY is not set" in said
     assert "starting Ray" not in said
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (401, "does not accept the key of MY_KEY"),
+        (403, "does not accept the key of MY_KEY"),
+        (404, ""),
+        (529, ""),
+    ],
+)
+def test_a_key_that_is_not_accepted_is_told_before_anything_begins(
+    messages: Any, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "k")
+    messages.counts = status
+    url = f"http://127.0.0.1:{messages.server_address[1]}"
+    settings = AnthropicPolicyConfig.model_validate({**BODY, "base_url": url, "api_key_env": "MY_KEY"})
+    if said:
+        with pytest.raises(InputError, match=rf"policies\.claude: .*{said}"):
+            client_policy("claude", settings)
+    else:  # a server that counts no tokens, or not now
+        assert client_policy("claude", settings).name == "claude"
+    assert messages.answered == 0
+
+
+def test_a_server_that_is_not_there_is_told_before_anything_begins() -> None:
+    settings = AnthropicPolicyConfig.model_validate({**BODY, "retry_sec": 0.01})
+    with pytest.raises(CouldNotRun, match=r"policies\.claude: http://127\.0\.0\.1:9: policy_unavailable"):
+        client_policy("claude", settings)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +289,13 @@ async def test_a_count_that_cannot_be_asked_for_a_moment_has_spent_nothing_and_e
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 

@@ -41,6 +41,13 @@ def rollcage(*arguments: str | Path, cwd: Path | None = None, **environ: str) ->
     return done
 
 
+def test_a_name_that_standard_output_cannot_take_is_escaped(tmp_path: Path) -> None:
+    (tmp_path / "t\u00e4sk").mkdir()
+    (tmp_path / "t\u00e4sk" / "task.toml").touch()
+    done = rollcage("tasks", "check", tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.returncode, "t\\xe4sk" in done.stdout) == (1, True), done.stdout
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run: 3 passed, 1 failed of one task, and a quarantined task whose 4 rollouts are invalid."""

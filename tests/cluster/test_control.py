@@ -26,7 +26,7 @@ from rollcage.cluster.control import (
     update_policy,
     update_policy_async,
 )
-from rollcage.cluster.control_requests import answering, control_folder
+from rollcage.cluster.control_requests import control_folder, job_control
 from rollcage.cluster.errors import CouldNotRun, InputError
 
 pytestmark = [pytest.mark.timeout(120)]
@@ -61,10 +61,8 @@ class Fixed:
 async def job(run: Path, policies: Mapping[str, Any], said: list[str]) -> AsyncIterator[Path]:
     """What a job does for those who ask it."""
     (weights(run, ".") / "job.json").write_text("{}")
-    with control_folder(run, said.append) as folder:
-        assert folder is not None
-        async with answering(folder, policies, said.append):
-            yield folder
+    async with job_control(run, said.append) as control, control.serving(policies):
+        yield run / "control"
 
 
 def weights(folder: Path, name: str) -> Path:
@@ -161,27 +159,34 @@ async def test_whatever_lies_in_the_folder_is_answered_and_the_job_goes_on(tmp_p
 
 async def test_a_request_that_comes_too_late_or_is_taken_back_is_not_carried_out(tmp_path: Path) -> None:
     policy, run, new = Fixed(), tmp_path / "run", weights(tmp_path, "new")
-    run.mkdir()
-    with control_folder(run, print) as folder:
-        assert folder is not None
+    folder = weights(run, "control")
+    async with job_control(run, print) as control:
+        with pytest.raises(InputError, match="the policies of this job are starting"):
+            await policy_status_async(run)
         with pytest.raises(CouldNotRun, match="had not begun, and will not"):
-            await update_policy_async(run, new, 4, timeout_sec=0.0)
+            await update_policy_async(run, new, 4, timeout_sec=0.5)
         gone = asyncio.create_task(update_policy_async(run, new, 4))
         await until(lambda: any(name.endswith(".request.json") for name in os.listdir(folder)))
         gone.cancel()
         await asyncio.wait([gone])
         assert os.listdir(folder) == ["alive"]
-        async with answering(folder, {"p": policy}, print):
+        waits = asyncio.create_task(update_policy_async(run, new, 4))
+        async with control.serving({"p": policy}):
+            assert (await waits).replicas == {1: "reload"}
             policy.gate.clear()
             with pytest.raises(CouldNotRun, match=r"goes on with it: .*policy status"):
-                await update_policy_async(run, new, 4, timeout_sec=0.5)
+                await update_policy_async(run, new, 5, timeout_sec=0.5)
             policy.gate.set()
-            await until(lambda: policy.version == 4)
-            waiting = asyncio.create_task(update_policy_async(run, new, 5))
+            await until(lambda: policy.version == 5)
             policy.gate.clear()
+            cut_off = asyncio.create_task(update_policy_async(run, new, 6))
             await until(lambda: any(name.endswith(".answer.json") for name in os.listdir(folder)))
-    with pytest.raises(CouldNotRun, match="ended before it"):
-        await waiting
+        with pytest.raises(CouldNotRun, match="the job ended before it was done"):
+            await cut_off
+        late = asyncio.create_task(update_policy_async(run, new, 6))
+        await until(lambda: any(name.endswith(".request.json") for name in os.listdir(folder)))
+    with pytest.raises(CouldNotRun, match="ended before it had answered"):
+        await late
 
 
 def test_a_job_that_does_not_run_is_told_at_once(tmp_path: Path) -> None:
@@ -257,7 +262,13 @@ def test_a_job_goes_on_where_the_folder_cannot_be_made(tmp_path: Path) -> None:
 @asynccontextmanager
 async def served(tmp_path: Path, said: list[str], **settings: Any) -> AsyncIterator[tuple[Serving, Path]]:
     if not ray.is_initialized():
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=128 << 20,
+            log_to_driver=False,
+        )
     try:
         async with (
             serving(weights(tmp_path, "model"), **settings) as p,

@@ -30,7 +30,13 @@ LONG = Sampling(temperature=1.0, max_tokens=3000, extra={"ignore_eos": True})
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 

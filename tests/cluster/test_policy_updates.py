@@ -25,7 +25,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     ray.init(
-        num_cpus=2, num_gpus=4, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False
+        address="local",
+        num_cpus=2,
+        num_gpus=4,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        log_to_driver=False,
     )
     yield
     ray.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from rollcage.cluster.errors import InputError
+from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.recorded_run import kept_states
 from rollcage.cluster.regrade import Regraded, RegradeOptions, regrade, render_regraded
 from rollcage.rollout.arrow import read_attempts, read_rollouts
@@ -189,12 +190,29 @@ def test_another_environment_is_refused_unless_told(jobs: Jobs) -> None:
     assert again(run, "new", changed_environment=True).regraded == 1
 
 
+def test_a_new_run_that_cannot_be_written_is_told(jobs: Jobs) -> None:
+    run = jobs.run("greet", samples=2)
+    was = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (16 << 10, was[1])
+    )  # the job's settings fit, a journal does not
+    try:
+        with pytest.raises(CouldNotRun, match=r"new cannot be written: .*File too large"):
+            again(run, "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, was)
+    assert jobs.engine.api.containers(all=True, filters={"label": f"rollcage.job={jobs.jobs[0]}"}) == []
+    assert again(run, "newer").regraded == 2
+
+
 def test_what_an_image_cannot_hold_is_named(jobs: Jobs) -> None:
     run = jobs.run("in-memory", "volume", "kept-running", "greet", keep_processes=["kept-running"])
     assert kept_states(run).startswith("1 rollouts have saved states (")
     assert "; 1 have none: an image does not hold the sandbox's volumes: /data" in kept_states(run)
     done = again(run, "new")
     assert done.regraded == 1
+    with pytest.raises(InputError, match=r"saved state: 1 because an image does not hold .* volumes: /data"):
+        again(run, "none", task="volume")
     assert done.missing == {
         "in-memory#0 by bash": "an image does not hold what is in memory: /dev/shm/queue",
         "volume#0 by bash": "an image does not hold the sandbox's volumes: /data",

@@ -12,13 +12,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 from rich.console import Console
 
+from rollcage.cluster.config_policies import ScriptedPolicyConfig, VllmPolicyConfig
 from rollcage.cluster.errors import InputError
 from rollcage.cluster.recorded_run import RecordedRun, Selection, open_run, select
-from rollcage.cluster.replay import Replayed, ReplayOptions, compare, render_comparison, replay
+from rollcage.cluster.replay import Replayed, ReplayOptions, _tokenizer, compare, render_comparison, replay
 from rollcage.rollout.arrow import read_rollouts
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(240)]
@@ -192,9 +194,38 @@ def test_a_task_that_is_gone_is_named(recorded: Path, tmp_path: Path) -> None:
 
 
 def test_where_there_is_no_run(tmp_path: Path) -> None:
-    done = rollcage("replay", tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "there is no run here" in done.stderr
+    with pytest.raises(InputError, match="there is no run here"):
+        again(tmp_path)
+
+
+class TestTokenizers:
+    """What counts an agent's tokens in a replay."""
+
+    def named(self, policy: Any) -> tuple[str | None, str]:
+        said = StringIO()
+        return _tokenizer(policy, Console(file=said)), said.getvalue()
+
+    def test_a_directory_a_cached_id_and_one_that_is_not_here(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        cached = tmp_path / "models--some--model"
+        (cached / "snapshots" / "abc").mkdir(parents=True)
+        (cached / "snapshots" / "abc" / "tokenizer_config.json").touch()
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("abc")
+        for here in ("some/model", str(tmp_path)):
+            assert self.named(VllmPolicyConfig(kind="vllm", model=here)) == (here, "")
+        for gone in ("other/model", "/not/a/directory/here"):
+            name, said = self.named(VllmPolicyConfig(kind="vllm", model=gone))
+            assert (name, "no tokenizer of the recorded policy is here" in said) == (None, True)
+
+    def test_the_engine_may_have_had_another_than_the_models(self, tmp_path: Path) -> None:
+        policy = VllmPolicyConfig(kind="vllm", model="x/y", engine_args={"tokenizer": str(tmp_path)})
+        assert self.named(policy) == (str(tmp_path), "")
+
+    def test_a_script_counts_bytes(self) -> None:
+        assert self.named(ScriptedPolicyConfig(kind="scripted", file="gone.yaml")) == ("bytes", "")
 
 
 class TestSelecting:

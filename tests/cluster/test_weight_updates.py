@@ -1,4 +1,4 @@
-"""A trainer replaces the weights under a job: real vLLM, real sandboxes, and log-probabilities that say whose turn it was.
+"""A trainer replaces the weights under a job: real vLLM, real sandboxes, and log-probabilities that say whose a turn is.
 
 Two tiny models, A and B. A job with two policies begins on A: `finishing` lets turns in flight end on the weights that
 they began with, `continuing` goes on with the new ones.
@@ -167,7 +167,7 @@ def test_log_probabilities_change_where_the_version_does(tmp_path: Path, scratch
         for name in policies:
             done = update_policy(run, b, 1, policy=name, timeout_sec=120)
             assert done.replicas == {1: "reload"}
-        with pytest.raises(InputError, match="holds no config.json"):
+        with pytest.raises(InputError, match=r"holds no config\.json"):
             update_policy(run, tmp_path / "empty", 2, policy="finishing")
         until(lambda: read_rollouts(run, ["task"]).num_rows >= 2, running, errors)
         until(lambda: at_work(run), running, errors)

@@ -18,6 +18,7 @@ from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.agents.commands import add_turn, run_command
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.policies.base import Policy
+from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.policies.scripted import ScriptedPolicy
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.sandbox.engine import Engine
@@ -87,10 +88,10 @@ class Site:
     def reload(self, path: Path) -> Task:
         return load_task(path)
 
-    def agent(self, run: Callable[[AgentContext], Awaitable[None]]) -> str:
+    def agent(self, run: Callable[[AgentContext], Awaitable[None]], *, needs_policy: bool = False) -> str:
         """The name of an agent that does `run`."""
         name = f"Agent{uuid.uuid4().hex}"
-        setattr(self._agents, name, type(name, (), {"needs_policy": False, "run": staticmethod(run)}))
+        setattr(self._agents, name, type(name, (), {"needs_policy": needs_policy, "run": staticmethod(run)}))
         return f"{AGENTS}:{name}"
 
     def shell_agent(self, *commands: str, timeout: float = 60.0) -> str:
@@ -144,6 +145,19 @@ class Site:
         volumes = await self.engine.call("list", lambda api: api.volumes(filters=label))
         found = [name for one in containers for name in one["Names"]]
         return found + [one["Name"] for one in volumes.get("Volumes") or []]
+
+
+class OneHost:
+    """The driver's `Hosts`: one, in this process."""
+
+    def __init__(self, host: SandboxHost) -> None:
+        self.host = host
+
+    async def start(self) -> list[Any]:
+        return [self.host]
+
+    async def replace(self, lost: Any) -> None:
+        return None
 
 
 def given(ended: Attempt | Prepared | RolloutError) -> str:

@@ -116,6 +116,48 @@ AGENT = {
     "host_oom": Row("host out of memory", "", "host_oom", "would take the memory of the whole machine"),
 }  # fmt: skip
 
+POLICY = {
+    "openai_storm": Row("429 storm", "OpenAI's API on loopback: 429 to every request", "rate_limited"),
+    "openai_storm_wait": Row("429 that asks for a long wait", "OpenAI's API on loopback: `Retry-After: 120`",
+                             "rate_limited"),
+    "openai_storm_passes": Row("429 storm that passes", "OpenAI's API on loopback: 429 to the first 3 requests",
+                               "passed"),
+    "openai_500": Row("model server: 500", "OpenAI's API on loopback", "policy_error"),
+    "openai_503": Row("model server: 503", "OpenAI's API on loopback", "policy_unavailable"),
+    "openai_504": Row("model server: 504", "OpenAI's API on loopback", "policy_timeout"),
+    "openai_reset": Row("model server: connection closed in an answer", "OpenAI's API on loopback",
+                        "policy_unavailable"),
+    "openai_endless": Row("answer that never ends", "OpenAI's API on loopback, past `request_timeout_sec`",
+                          "policy_timeout"),
+    "openai_refused": Row("model server: 400", "OpenAI's API on loopback", "policy_error"),
+    "openai_long": Row("conversation too long", "CASES 28: OpenAI's API on loopback: 400, `max_tokens must be at least"
+                       " 1, got -186`", "context_overflow"),
+    "anthropic_storm": Row("429 storm", "the Messages API on loopback: 429 to every request", "rate_limited"),
+    "anthropic_overloaded": Row("model server overloaded", "the Messages API on loopback: 529", "rate_limited"),
+    "anthropic_500": Row("model server: 500", "the Messages API on loopback", "policy_error"),
+    "anthropic_reset": Row("model server: connection closed in an answer", "the Messages API on loopback",
+                           "policy_unavailable"),
+    "anthropic_endless": Row("answer that never ends", "the Messages API on loopback, past `request_timeout_sec`",
+                             "policy_timeout"),
+    "anthropic_long": Row("conversation too long", "the Messages API on loopback: 400", "context_overflow"),
+    "vllm_long": Row("conversation too long", "vLLM's own server, by each of its APIs", "context_overflow"),
+    "vllm_endless": Row("answer that never ends", "vLLM's own server, by each of its APIs; it is aborted there",
+                        "policy_timeout"),
+    "vllm_stopped": Row("model server stopped in an answer", "SIGSTOP of vLLM's own server", "policy_unavailable"),
+    "vllm_stopped_messages": Row("model server stopped in an answer", "the same, by its Messages API",
+                                 "policy_timeout"),
+    "vllm_engine": Row("engine dead, its port answers", "CASES 29: kill -9 of the engine of vLLM's own server, by each"
+                       " of its APIs", "policy_unavailable"),
+    "vllm_gone": Row("model server killed", "kill -9 of vLLM's own server", "policy_unavailable"),
+    "replica_killed": Row("engine killed", "kill -9 of a replica's engine in Ray, in an answer: another one takes its"
+                          " place", "passed"),
+    "replica_killed_late": Row("engine killed", "the same, with no time left for another one (`retry_sec`)",
+                               "policy_unavailable"),
+    "replica_long": Row("conversation too long", "a replica of vLLM in Ray", "context_overflow"),
+    "retried": Row("model server fails one attempt", "OpenAI's API on loopback, in a job: the rollout is tried again",
+                   "passed"),
+}  # fmt: skip
+
 SPOOFS = {
     "pkill": Row("spoof: pkill -9 -f of its own shell", "CASES 14", "passed"),
     "words": Row("spoof: the engine's words on stdout, exit 1", "CASES 16", "failed"),
@@ -141,4 +183,4 @@ SPOOFS = {
     "deadline_status": Row("spoof: exit 124", "as PID 1 does at its deadline", "failed"),
 }  # fmt: skip
 
-TABLE: dict[str, Row] = {**ENGINE, **REGISTRY, **CONTAINER, **TASK, **VERIFIER, **AGENT, **SPOOFS}
+TABLE: dict[str, Row] = {**ENGINE, **REGISTRY, **CONTAINER, **TASK, **VERIFIER, **AGENT, **POLICY, **SPOOFS}

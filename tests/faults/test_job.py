@@ -8,18 +8,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from attempts import Site, nothing_of, until
+from attempts import OneHost, Site, nothing_of, until
 from private_dockerd import IMAGE, PrivateEngine
 from rich.console import Console
 
 from rollcage.cluster.actors import connected, start_host
 from rollcage.cluster.decisions import TaskKey
 from rollcage.cluster.driver import Driver
-from rollcage.cluster.host import HostLost, HostSpec, SandboxHost
+from rollcage.cluster.host import HostLost, HostSpec
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import AgentPlan, JobPlan
 from rollcage.cluster.progress import JobProgress
@@ -30,19 +29,6 @@ from rollcage.rollout.sandbox.pool import SandboxSettings
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(180)]
 
 Record = Callable[[str, str], None]
-
-
-class OneHost:
-    """The driver's `Hosts`: one, in this process."""
-
-    def __init__(self, host: SandboxHost) -> None:
-        self.host = host
-
-    async def start(self) -> list[Any]:
-        return [self.host]
-
-    async def replace(self, lost: Any) -> None:
-        return None
 
 
 async def test_the_engine_is_stopped_and_started_under_20_rollouts(

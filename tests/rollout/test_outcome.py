@@ -45,7 +45,9 @@ def test_the_table_has_the_classes_of_the_design_and_no_other() -> None:
     assert table == {domain: names.split() for domain, names in DESIGN.items()}
 
 
-def test_only_an_agents_own_failure_gives_a_reward_and_only_infra_and_stale_have_more_than_one_retry() -> None:
+def test_only_an_agents_own_failure_gives_a_reward_and_only_infra_and_stale_have_more_than_one_retry() -> (
+    None
+):
     for row in TABLE:
         assert row.reward_valid == (row.domain is Domain.AGENT)
         match row.domain:

@@ -170,9 +170,7 @@ class TestAVerifierOfItsOwn:
             def __init__(self) -> None:
                 self._verifier = TestsVerifier()
 
-            async def verify_separate(
-                self, sandbox: Any, other: Any, task: Any, step: Any, left: Any
-            ) -> Any:
+            async def verify_separate(self, sandbox: Any, other: Any, task: Any, step: Any, left: Any) -> Any:
                 names.extend(await rollouts.left(sandbox.spec.labels["rollcage.rollout"]))
                 return await self._verifier.verify_separate(sandbox, other, task, step, left)
 

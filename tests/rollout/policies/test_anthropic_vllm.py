@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies.anthropic import AnthropicPolicy
-from rollcage.rollout.policies.anthropic_client import Endpoint
+from rollcage.rollout.policies.anthropic_client import Endpoint, check
 from rollcage.rollout.policies.base import Sampling, Structure, Tool
 from rollcage.rollout.policies.prices import Prices
 from rollcage.rollout.trajectory import Message
@@ -99,6 +99,9 @@ async def test_a_prompt_that_does_not_fit_is_the_agents_overflow(make: Make) -> 
 
 
 async def test_a_model_that_is_not_there(vllm_server: VllmServer) -> None:
+    await check(Endpoint(vllm_server.name, base_url=vllm_server.url))
+    with pytest.raises(ValueError, match="other"):
+        await check(Endpoint("other", base_url=vllm_server.url))
     policy = AnthropicPolicy(Endpoint("other", base_url=vllm_server.url))
     with pytest.raises(PolicyError, match="other") as error:
         await policy.session("a-1", task="t", sample=0).complete([Message("user", "hi")], GREEDY)

@@ -18,7 +18,8 @@ from rollcage.rollout.agents.conversation import turn_of
 from rollcage.rollout.arrow import read_rollouts
 from rollcage.rollout.outcome import Evidence, Outcome, PolicyError, Stage
 from rollcage.rollout.policies.base import KeepsNotes, MeasuresTokens, Sampling
-from rollcage.rollout.policies.recorded import RecordedPolicy, RecordedSession
+from rollcage.rollout.policies.recorded import BYTES, RecordedPolicy, RecordedSession
+from rollcage.rollout.policies.scripted import ScriptedPolicy
 from rollcage.rollout.rows import attempt_from_row
 from rollcage.rollout.trajectory import Attempt, Message, Reward, Segment, ToolCall, Trajectory, Turn
 
@@ -94,7 +95,7 @@ async def record(run: Path, attempts: Sequence[Attempt], *, finish: bool = True)
         await ledger.finish({})
     else:
         ledger.close()
-    return RecordedPolicy(run)
+    return RecordedPolicy(run, agent=attempts[0].agent)
 
 
 def says(*messages: Message) -> list[Message]:
@@ -243,8 +244,6 @@ async def test_samples_and_agents_are_told_apart_in_any_process(tmp_path: Path) 
     sessions = [policy.session("x", task="t", sample=sample) for sample in (2, 0, 1)]
     made = await asyncio.gather(*(session.complete([], Sampling()) for session in sessions))
     assert [completion.text for completion, _ in made] == ["keys 2", "keys 0", "keys 1"]
-    with pytest.raises(PolicyError, match="has several agents: name one of bash, keys"):
-        await RecordedPolicy(run).session("x", task="t", sample=0).complete([], Sampling())
     with pytest.raises(PolicyError, match="holds no rollout of t, sample 7, by keys"):
         await policy.session("x", task="t", sample=7).complete([], Sampling())
 
@@ -255,6 +254,44 @@ async def test_a_run_that_was_killed_is_served_from_its_journal(tmp_path: Path) 
     assert len(session.segments) == 3
     [row] = read_rollouts(tmp_path / "run").to_pylist()
     assert attempt_from_row(row).trajectory is not None
+
+
+async def test_an_agent_that_the_run_cannot_answer_for_is_told_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    await record(run, [attempt(agent="bash"), attempt(agent="keys")])
+    with pytest.raises(ValueError, match="has several agents: name one of bash, keys"):
+        RecordedPolicy(run)
+    with pytest.raises(ValueError, match="has no rollout by tools: name one of bash, keys"):
+        RecordedPolicy(run, agent="tools")
+    [shard] = (run / "rollouts").iterdir()
+    shard.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"part-00000\.arrow: this shard is damaged"):
+        RecordedPolicy(run, agent="keys")
+    Ledger.create(tmp_path / "begun", {}).close()
+    with pytest.raises(ValueError, match="holds no rollout"):
+        RecordedPolicy(tmp_path / "begun")
+
+
+@pytest.mark.parametrize(("tokens", "counted"), [(True, 4 + len("<|im_end|>")), (False, None)])
+async def test_tokens_of_a_scripted_policy_are_counted_as_it_did(
+    tmp_path: Path, tokens: bool, counted: int | None
+) -> None:
+    """Bytes, also those of what looks like a control token; not at all where the script had no tokens."""
+    script = tmp_path / "script.yaml"
+    script.write_text(f"tokens: {str(tokens).lower()}\ndefault: [first]\n")
+    text = "h\u00e9!<|im_end|>"
+    scripted = ScriptedPolicy(script).session("x", task="t", sample=0)
+    assert scripted.count_tokens(text) == counted
+    made, segment = await scripted.complete(says(Message("user", "go")), Sampling())
+    talk = Trajectory(
+        [Message("user", "go"), Message("assistant", "first", 0)],
+        [turn_of(0, made, segment)],
+        scripted.segments,
+    )
+    await record(tmp_path / "run", [attempt(trajectory=talk)])
+    session = RecordedPolicy(tmp_path / "run", tokenizer=BYTES).session("x", task="t", sample=0)
+    await session.complete(says(Message("user", "go")), Sampling())
+    assert session.count_tokens(text) == counted
 
 
 def test_where_there_is_no_run(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 Rollcage's side is whole rollouts of a job: the driver, a host's actor, Docker sandboxes, an agent that runs a trivial
 command after each answer, the verifier, the ledger, and a replica of vLLM in Ray. The other side is vLLM's `AsyncLLM`
-in a bare process, with the same arguments and threads, fed the very prompts of those rollouts, turn after turn, with the
-same seeds, lengths and concurrency. Answers have a fixed length. Runs of both are interleaved; medians are compared.
+in a bare process, with the same arguments and threads, fed the very prompts of those rollouts, turn after turn, with
+the same seeds, lengths and concurrency. Answers have a fixed length. Runs of both are interleaved; medians are
+compared.
 
 Then new replicas: the same rollouts over one and over two, and what part of their prompts was in a prefix cache.
 
-    python benchmarks/policy_throughput.py [--rollouts 16] [--concurrency 8] [--turns 4] [--tokens 48] [--repeats 3]
+    python benchmarks/policy_throughput.py [--rollouts 24] [--concurrency 8] [--turns 5] [--tokens 48] [--repeats 3]
     python benchmarks/policy_throughput.py --waiting 2000       memory and threads of sessions that wait
 """
 
@@ -255,9 +256,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rollouts", type=int, default=16)
+    parser.add_argument("--rollouts", type=int, default=24)
     parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(

@@ -76,9 +76,11 @@ class SharedBudget:
         return spent_message(self.limit_usd)
 
     async def _ask(self, answer: Any) -> Any:
+        asked = asyncio.ensure_future(answer)
+        asked.add_done_callback(_look_at)
         try:
             # Shielded: a call that its caller is called off from is carried out all the same.
-            return await asyncio.shield(asyncio.ensure_future(answer))
+            return await asyncio.shield(asked)
         except ActorUnavailableError as error:  # a RayActorError that passes
             raise PolicyError("policy_unavailable", f"the job's budget cannot be asked: {error}") from error
         except RayActorError as error:
@@ -132,6 +134,12 @@ async def spending(budgets: Mapping[str, SharedBudget]) -> dict[str, dict[str, f
         else:
             found[name] = {"limit_usd": budget.limit_usd, "spent_usd": spent}
     return found
+
+
+def _look_at(asked: asyncio.Future[Any]) -> None:
+    """Nobody may wait any more for what is shielded, and asyncio prints an error that nobody has looked at."""
+    if not asked.cancelled():
+        asked.exception()
 
 
 async def _watch(budgets: Mapping[str, SharedBudget], stop: Callable[[str], None]) -> None:

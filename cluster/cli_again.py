@@ -90,8 +90,9 @@ def regrade(
 ) -> None:
     """Run only the verifiers again, with the tests as they are now, on the sandbox states that the job kept here. Exit
     status 3 where states are missing or a verifier gave no reward."""
-    from rollcage.cluster.regrade import RegradeOptions, render_regraded
+    from rollcage.cluster.regrade import RegradeOptions
     from rollcage.cluster.regrade import regrade as carry_out
+    from rollcage.cluster.regraded import render_regraded
 
     options = RegradeOptions(run, task, output, changed_environment, docker_host, concurrency)
     done = carry_out(options, err)

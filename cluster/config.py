@@ -29,6 +29,7 @@ from rollcage.cluster.config_model import (
 from rollcage.cluster.config_policies import (
     KINDS,
     PolicyConfig,
+    RecordedPolicyConfig,
     SamplingConfig,
     ScriptedPolicyConfig,
     VllmPolicyConfig,
@@ -232,6 +233,9 @@ def _cross_check(config: JobConfig) -> Iterator[tuple[Where, str, str]]:
     for name, policy in config.policies.items():
         if isinstance(policy, ScriptedPolicyConfig) and not Path(policy.file).is_file():
             yield ("policies", name, "file"), f"there is no file {policy.file}", "write the answers there"
+        elsewhere = isinstance(policy, RecordedPolicyConfig) and "://" in policy.run
+        if isinstance(policy, RecordedPolicyConfig) and not (elsewhere or Path(policy.run).is_dir()):
+            yield ("policies", name, "run"), f"there is no run {policy.run}", "name a run directory"
     for error_class in config.retries:
         row = BY_NAME.get(error_class)
         where = ("retries", error_class)
@@ -256,7 +260,9 @@ def _check_agent(config: JobConfig, agent: AgentConfig, where: Where) -> Iterato
         if ":" not in agent.name and agent.name not in known_agents():
             yield (*where, "name"), f"no agent is called {agent.name!r}", nearest(agent.name, known_agents())
         else:
-            setting = ("options", *_option_named(agent, str(error))) if "these options" in str(error) else ("name",)
+            setting = (
+                ("options", *_option_named(agent, str(error))) if "these options" in str(error) else ("name",)
+            )
             yield (*where, *setting), str(error), "see the agent's own documentation"
         return
     if agent.policy is not None and agent.policy not in config.policies:

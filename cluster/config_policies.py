@@ -272,6 +272,13 @@ class AnthropicPolicyConfig(Settings):
                 f"budget_usd cannot be counted: the prices of {self.model} are not known; set `prices: {{input: ..., "
                 "output: ...}`, in US dollars for a million tokens"
             )
+        asked = {**self.extra_body, **self.sampling.extra}
+        dear = asked.get("speed", "standard") != "standard" or "inference_geo" in asked
+        if self.budget_usd is not None and self.prices is None and dear:
+            raise ValueError(
+                "budget_usd cannot be counted: list prices are those of standard speed without inference_geo; set "
+                "`prices`"
+            )
         return self
 
 

@@ -110,6 +110,8 @@ class JobControl:
         self._not_yet = "the policies of this job are starting"
         self._done: set[str] = set()
         """Requests that could not be removed, and are not to be answered twice."""
+        self._begun: set[Path] = set()
+        """Answers that are `working`: whoever waits no longer has removed his."""
         self._work: set[asyncio.Task[dict[str, Any]]] = set()
 
     @asynccontextmanager
@@ -233,6 +235,12 @@ class JobControl:
             self._answer(answered, task.result())
 
     def _answer(self, answered: Path, answer: dict[str, Any]) -> None:
+        if answered in self._begun and not answered.exists():
+            return
+        if answer["state"] == "working":
+            self._begun.add(answered)
+        else:
+            self._begun.discard(answered)
         try:
             write_json(answered, answer)
         except OSError as error:

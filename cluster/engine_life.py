@@ -249,11 +249,12 @@ class EngineLife:
 
     async def _measure(self) -> None:
         while True:
-            try:
-                self.load = await self.engine.load()
-            except PolicyError as error:
-                self.lose(error)
-                return
-            self._admission.measured(self.load.kv_use, self.load.waiting)
-            self._admit()
+            if not self._loading_weights:  # it may be between two engines then
+                try:
+                    self.load = await self.engine.load()
+                except PolicyError as error:
+                    self.lose(error)
+                    return
+                self._admission.measured(self.load.kv_use, self.load.waiting)
+                self._admit()
             await asyncio.sleep(MEASURE_SEC)

@@ -3,7 +3,8 @@
     ServedPolicy (the job's process) -> Supervised -> PolicyReplica (an actor each) -> EngineLife -> VllmEngine
                  \\-> Router (an actor) <- Replicas (each process that has rollouts) -> PolicyReplica
 
-The job's process owns the actors, and they end with it. Twice a second it tells the router how each replica is.
+The job's process owns the actors, and they end with it. Twice a second it tells the router how each replica is; a
+router that does not answer is killed, and Ray starts it again.
 
 The weights that are current are kept here. An update makes them so before the first replica takes them: a replica that
 starts meanwhile starts with them.
@@ -22,11 +23,11 @@ from rollcage.cluster.actors import GONE
 from rollcage.cluster.config_policies import VllmPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.replica import vllm_engine
-from rollcage.cluster.replica_placement import Placement, placement_of, require_resources
-from rollcage.cluster.replica_protocol import CHECK_SEC, MakeEngine, ReplicaInfo, ReplicaSettings, Weights
+from rollcage.cluster.replica_placement import placement_of, replica_settings, require_resources
+from rollcage.cluster.replica_protocol import CHECK_SEC, MakeEngine, ReplicaInfo, Weights
 from rollcage.cluster.replicas import Replicas
 from rollcage.cluster.router import Member, start_router
-from rollcage.cluster.supervised import POLL_SEC, Supervised
+from rollcage.cluster.supervised import ANSWER_SEC, BOOT_SEC, POLL_SEC, Supervised
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.policies.engine import TokenPolicy
 
@@ -69,6 +70,7 @@ class ServedPolicy:
         self._following: dict[int, asyncio.Task[None]] = {}
         self._syncing: asyncio.Task[None] | None = None
         self._router: Any = None
+        self._router_answered = False
         self._sessions: dict[int, int] = {}
         self._one_change = asyncio.Lock()
 
@@ -206,13 +208,15 @@ class ServedPolicy:
                 del self._replicas[number]
             raise
         for number, replica in new.items():
-            self._following[number] = asyncio.create_task(
+            following = asyncio.create_task(
                 replica.follow(
                     lambda: self._weights,
                     self._config.on_update,
                     settled=lambda: not self._one_change.locked(),
                 )
             )
+            following.add_done_callback(self._unfollowed)
+            self._following[number] = following
         await self._sync()
         return infos[0]
 
@@ -282,9 +286,15 @@ class ServedPolicy:
         # The oldest that a new session may meet: with the newest, those would be stale that are begun anew.
         versions = [replica.status.version for replica in self._replicas.values() if replica.report.open]
         try:
-            self._sessions = await self._router.sync.remote(members, min(versions, default=0))
+            async with asyncio.timeout(ANSWER_SEC if self._router_answered else BOOT_SEC):
+                self._sessions = await self._router.sync.remote(members, min(versions, default=0))
+            self._router_answered = True
         except GONE:
-            return  # Ray starts it again, and the next time tells it everything
+            self._router_answered = False  # Ray starts it again, and the next time tells it everything
+        except TimeoutError:
+            self._router_answered = False
+            self._say("the router hangs: it is started again")
+            ray.kill(self._router, no_restart=False)
 
     def _unfollowed(self, following: asyncio.Task[None]) -> None:
         """An error that has no name: turns still go on, and what is lost then stays lost."""
@@ -293,25 +303,6 @@ class ServedPolicy:
 
     def _say(self, line: str) -> None:
         self._say_line(f"policy {self.name}: {line}")
-
-
-def replica_settings(
-    config: VllmPolicyConfig, model: str, placement: Placement, check_sec: float = CHECK_SEC
-) -> ReplicaSettings:
-    """What each replica of this policy is made with."""
-    return ReplicaSettings(
-        model=model,
-        engine_args={**config.engine_args, **placement.engine_args},
-        request_timeout_sec=config.request_timeout_sec,
-        lora=None if config.lora is None else (config.lora.name, config.lora.path),
-        tool_parser=config.tool_parser,
-        reasoning_parser=config.reasoning_parser,
-        template_kwargs=config.template_kwargs,
-        threads=None if config.num_gpus else (config.threads or 0),
-        environment=placement.environment,
-        health_sec=config.health_sec,
-        check_sec=check_sec,
-    )
 
 
 def _loaded(result: str) -> bool:

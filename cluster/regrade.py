@@ -14,13 +14,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
+from rollcage.cluster.config import JobConfig
 from rollcage.cluster.decisions import Assignment, RolloutKey
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.host import SandboxHost
@@ -40,7 +40,8 @@ from rollcage.cluster.recorded_run import (
     select,
     shortened,
 )
-from rollcage.cluster.verdicts import shown, verdict_of
+from rollcage.cluster.regraded import Regraded
+from rollcage.cluster.verdicts import verdict_of
 from rollcage.rollout.arrow import RunError
 from rollcage.rollout.kept_states import PASSED
 from rollcage.rollout.outcome import Outcome, RolloutError
@@ -68,25 +69,6 @@ class RegradeOptions:
     concurrency: int | None = None
 
 
-@dataclass
-class Regraded:
-    """What came of it. `missing` and `carried_over`: why, by rollout; only of the first something was lost."""
-
-    run: Path
-    changed_tests: list[str]
-    then: Counter[str] = field(default_factory=Counter)
-    now: Counter[str] = field(default_factory=Counter)
-    regraded: int = 0
-    changed: list[dict[str, Any]] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    carried_over: dict[str, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        counts = {"then": dict(self.then), "now": dict(self.now)}
-        return {**vars(self), **counts, "run": str(self.run)}
-
-
 def regrade(options: RegradeOptions, console: Console) -> Regraded:
     """Regrade what is selected into a new run.
 
@@ -105,10 +87,7 @@ def regrade(options: RegradeOptions, console: Console) -> Regraded:
         said = shortened([f"{count} because {reason}" for reason, count in reasons.items()], "; ")
         remedy = "jobs keep them with sandbox.keep_states: all, or failed"
         raise InputError(f"{run.path}: no rollout that is meant has a saved state: {said or remedy}")
-    changes: dict[str, Any] = {"keep_states": "none", "warm": 0}
-    if options.docker_host is not None:
-        changes["docker_host"] = options.docker_host
-    config = run.config.model_copy(update={"sandbox": run.config.sandbox.model_copy(update=changes)})
+    config = _config(run, options.docker_host)
     plan = replace(
         plan_again(run, config, sorted(saved)), concurrency=options.concurrency or config.concurrency
     )
@@ -139,27 +118,17 @@ def regrade(options: RegradeOptions, console: Console) -> Regraded:
     return result
 
 
-def render_regraded(result: Regraded, console: Console) -> None:
-    """Print counts then and now, each rollout that changed, and what had no state."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
-    total = sum(result.now.values())
-    say(f"regraded {result.regraded} of {total} rollouts")
-    if result.changed_tests:
-        say(f"files changed since: {escape(shortened(result.changed_tests, ', '))}")
-    say("then: " + _counts(result.then))
-    say("now:  " + _counts(result.now))
-    for change in result.changed:
-        ends = f"{shown(change['then'])} then and {shown(change['now'])} now"
-        say(escape(f"{change['rollout']} by {change['agent']}: {ends}"))
-    for word, reasons in (("no state", result.missing), ("as it was", result.carried_over)):
-        by_reason = Counter(reasons.values())
-        for reason, count in by_reason.items():
-            names = [name for name, why in reasons.items() if why == reason]
-            say(escape(f"{word}: {count} ({reason}): {shortened(names, ', ')}"))
-    say(escape(f"\nTrajectories: {result.run}/rollouts/*.arrow"))
+def _config(run: RecordedRun, docker_host: str | None) -> JobConfig:
+    """The run's job without what only its agents need: prompts, and the variables of solutions, may be gone."""
+    changes: dict[str, Any] = {"keep_states": "none", "warm": 0}
+    if docker_host is not None:
+        changes["docker_host"] = docker_host
+    idle = [
+        agent.model_copy(update={"name": "nop", "label": agent.called, "options": {}, "policy": None})
+        for agent in run.config.agents
+    ]
+    sandbox = run.config.sandbox.model_copy(update=changes)
+    return run.config.model_copy(update={"sandbox": sandbox, "agents": idle})
 
 
 class _Regrade:
@@ -251,6 +220,7 @@ class _Regrade:
             new = replace(old, extra={**old.extra, "not_regraded": why})
             (result.missing if lost else result.carried_over)[f"{called(row)} by {old.agent}"] = why
         else:
+            new.extra.pop("not_regraded", None)  # of an earlier one
             result.regraded += 1
         result.then[old.outcome.value] += 1
         result.now[new.outcome.value] += 1
@@ -310,7 +280,3 @@ def _state(row: Mapping[str, Any]) -> dict[str, Any]:
     """See `kept_states.py`."""
     found: dict[str, Any] = json.loads(row["extra"]).get("state") or {}
     return found
-
-
-def _counts(outcomes: Counter[str]) -> str:
-    return ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in Outcome if outcomes[outcome])

@@ -19,9 +19,14 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from rich.console import Console
 
-from rollcage.cluster.config import JobConfig, PolicyConfig, ScriptedPolicyConfig
+from rollcage.cluster.config import JobConfig, PolicyConfig
 from rollcage.cluster.config_model import KeepStates
-from rollcage.cluster.config_policies import OpenAIPolicyConfig, RecordedPolicyConfig, VllmPolicyConfig
+from rollcage.cluster.config_policies import (
+    OpenAIPolicyConfig,
+    RecordedPolicyConfig,
+    ScriptedPolicyConfig,
+    VllmPolicyConfig,
+)
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.foreground import run_one
 from rollcage.cluster.job import RunResult, model_path, run_plan
@@ -172,14 +177,18 @@ def render_comparison(comparison: Mapping[str, Any], console: Console) -> None:
 
 
 def _config(run: RecordedRun, options: ReplayOptions, agents: set[str], console: Console) -> JobConfig:
-    """The run's job, with the recorded answers for policies, and the agents that are selected."""
+    """The run's job, with the recorded answers for policies, and the agents that are selected. Raises `InputError`
+    where one of these cannot be made any more."""
     old = run.config
     policies: dict[str, PolicyConfig] = {}
     again = []
     for number, agent in enumerate(old.agents):
         if agent.called not in agents:
             continue
-        named = old.policy_of(agent)
+        try:
+            named = old.policy_of(agent)
+        except (ValueError, OSError, ImportError, AttributeError) as error:
+            raise InputError(f"the run's agent {agent.called!r} cannot be made any more: {error}") from error
         if named is not None:
             name = f"recorded{number or ''}"
             policies[name] = RecordedPolicyConfig(

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcage.cluster.config_policies import VllmPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.replica_protocol import CHECK_SEC, ReplicaSettings
 
 PLACE_SEC = 300.0
 """How long a replica waits for what others have now. A cluster that is shared lets go of it within minutes or not."""
@@ -72,6 +73,25 @@ def placement_of(config: VllmPolicyConfig) -> Placement:
     bundles = [bundle for bundle in [first, *[other] * (workers - 1)] if bundle]
     actor = {"num_cpus": cpus, "num_gpus": gpus if workers == 1 else 0.0}
     return Placement(bundles, config.placement, actor, args, environment)
+
+
+def replica_settings(
+    config: VllmPolicyConfig, model: str, placement: Placement, check_sec: float = CHECK_SEC
+) -> ReplicaSettings:
+    """What each replica of this policy is made with."""
+    return ReplicaSettings(
+        model=model,
+        engine_args={**config.engine_args, **placement.engine_args},
+        request_timeout_sec=config.request_timeout_sec,
+        lora=None if config.lora is None else (config.lora.name, config.lora.path),
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+        template_kwargs=config.template_kwargs,
+        threads=None if config.num_gpus else (config.threads or 0),
+        environment=placement.environment,
+        health_sec=config.health_sec,
+        check_sec=check_sec,
+    )
 
 
 def require_resources(placement: Placement, replicas: int) -> None:

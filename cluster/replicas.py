@@ -107,11 +107,12 @@ class Replicas:
             raise _no_router(error) from error
 
     async def release(self, session_id: str) -> None:
-        """See `TokenEngine`."""
+        """See `TokenEngine`. The router is told also where the session has no place now: it may know one."""
         place = self._places.pop(session_id, None)
+        self._ended.add(session_id)
         if place is not None:
-            self._ended.add(session_id)
             self._over.setdefault(place.replica, (place.actor, []))[1].append(session_id)
+        self._keep_telling()
 
     async def _place(self, session_id: str, turn: _Turn) -> Place:
         """Where the session's turn goes. Raises `PolicyError` where there is nothing for too long."""
@@ -120,17 +121,20 @@ class Replicas:
         ended, self._ended = list(self._ended), set()
         lost, self._lost = list(self._lost), set()
         within_sec = max(0.0, turn.deadline - time.monotonic())
+        asked = self._router.place.remote(self._client, session_id, ended, lost, within_sec)
         try:
-            found = await self._router.place.remote(self._client, session_id, ended, lost, within_sec)
+            found = await asked
         except GONE as error:
             raise _no_router(error) from error
+        except asyncio.CancelledError:
+            ray.cancel(asked)  # else the router would go on to look for a place that nobody takes
+            raise
         if isinstance(found, str):
             raise self._given_up(turn, found)
         place: Place = found
         self._places[session_id] = place
         self._heard(place.router)
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self._tell())
+        self._keep_telling()
         return place
 
     async def _ask(
@@ -198,6 +202,10 @@ class Replicas:
         if self._known_router not in ("", router):
             self._unknown = True
         self._known_router = router
+
+    def _keep_telling(self) -> None:
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell())
 
     async def _tell(self) -> None:
         """Keep the router's count of this process's sessions right for as long as there are any."""

@@ -6,12 +6,14 @@ Only annotations of what JSON and YAML have values for are looked at; whatever e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _PLAIN = (int, float, bool, str, NoneType)
 _HOLDERS = (Union, UnionType, Sequence, Mapping, list, dict)
 _KINDS = {
@@ -30,8 +32,9 @@ _KINDS = {
 
 
 def check_options(factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` that names the option, and what it is instead, where one is not of its annotation's kind: no
-    text is taken for a number, no word for true."""
+    """Raises `ValueError` that names the option: where there is none of its name, where one is missing, and, with what
+    it is instead, where it is not of its annotation's kind. No text is taken for a number, no word for true."""
+    _check_names(factory, options)
     try:
         hints = get_type_hints(getattr(factory, "__init__") if isinstance(factory, type) else factory)  # noqa: B009
     except (AttributeError, NameError, TypeError):  # names that only a type checker knows
@@ -44,6 +47,21 @@ def check_options(factory: Callable[..., Any], options: Mapping[str, Any]) -> No
             TypeAdapter(hint).validate_python(value, strict=True)
         except ValidationError as error:
             raise ValueError(_said(name, hint, error)) from error
+
+
+def _check_names(factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    try:
+        parameters = signature(factory).parameters
+    except (TypeError, ValueError):  # some that are written in C have none
+        return
+    named = {name: each for name, each in parameters.items() if each.kind in _NAMED}
+    if not any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+        for name in options:
+            if name not in named:
+                raise ValueError(f"there is no {name!r}; there is {', '.join(named) or 'none at all'}")
+    for name, each in named.items():
+        if each.default is Parameter.empty and name not in options:
+            raise ValueError(f"{name!r} is missing")
 
 
 def _is_plain(hint: Any) -> bool:

@@ -63,10 +63,10 @@ def dead_engine(fault: PolicyError) -> PolicyError:
 def _error_class(error: BaseException, said: str, status: int | None) -> str:
     if isinstance(error, TimeoutError):
         return "policy_timeout"
-    if isinstance(error, ConnectionError):
-        return "policy_unavailable"
     if isinstance(error, _transport_errors()):
         return _transport_class(error)
+    if isinstance(error, (ConnectionError, *_sdk_errors("APIConnectionError"))):
+        return "policy_unavailable"
     refused = isinstance(error, ValueError) if status is None else status in (400, 413, 422)
     # 413: the request itself is too large, by its bytes
     if status == 413 or (refused and _too_long(error, said)):
@@ -87,7 +87,7 @@ def _too_long(error: BaseException, said: str) -> bool:
 def _transport_error(error: BaseException) -> BaseException:
     """What is behind the connection error of an SDK, which says nothing itself."""
     cause = error.__cause__
-    return cause if isinstance(cause, _transport_errors()) else error
+    return cause if isinstance(cause, (*_transport_errors(), ConnectionError, TimeoutError)) else error
 
 
 def _transport_class(error: BaseException) -> str:
@@ -118,7 +118,16 @@ def _transport_errors() -> tuple[type[BaseException], ...]:
 
 def _http_errors(*names: str) -> tuple[type[BaseException], ...]:
     """These exceptions of httpx, by whichever of its names an SDK has loaded it."""
-    loaded = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return _of_modules(("httpx", "httpx2"), names)
+
+
+def _sdk_errors(*names: str) -> tuple[type[BaseException], ...]:
+    return _of_modules(("openai", "anthropic"), names)
+
+
+def _of_modules(modules: tuple[str, ...], names: tuple[str, ...]) -> tuple[type[BaseException], ...]:
+    """The exceptions of these names, of the modules that are loaded: of another one there is no exception."""
+    loaded = [sys.modules[module] for module in modules if module in sys.modules]
     return tuple(getattr(module, name) for module in loaded for name in names)
 
 

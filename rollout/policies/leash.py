@@ -1,30 +1,74 @@
-"""Ties the lives of child processes to ours.
+"""Ties the lives of an engine's processes, and what they leave, to ours.
 
 An engine's processes do not notice that the process which started them was killed: they go on, with their
-memory, and with the answers that they were at. A shell that waits on a pipe from us does notice, and kills them.
+memory, and with the answers that they were at. A shell that waits on a pipe from us does notice, and kills them. It is
+nobody's child, for Ray kills the children of an actor that it ends.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
-_WAIT_AND_KILL = 'cat >/dev/null; kill -9 "$@" 2>/dev/null'
+_WAIT_AND_KILL = r"""
+exec 3<&0 </dev/null
+scratch=$1; shift
+{
+    read -r _ <&3 && exit
+    kill -9 "$@"
+    [ "$scratch" ] || exit
+    shared=
+    for round in 1 2 3 4 5 6 7 8 9 10; do
+        found=
+        for process in /proc/[0-9]*; do
+            grep -qzxF "TMPDIR=$scratch" "$process/environ" || continue
+            found=1
+            shared="$shared $(grep -oE '/dev/shm/(psm_|sem[.]mp-)[[:alnum:]_]+' "$process/maps")"
+            kill -9 "${process#/proc/}"
+        done
+        [ "$found" ] || break
+        sleep 0.1
+    done
+    rm -f $shared
+    rm -rf "$scratch"
+} >/dev/null 2>&1 &
+"""
+"""A line means that it is let go of, the pipe's end that we are gone. What a process starts while the others are killed
+is found in the next round."""
+
+_SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\w+")
 
 
 class Leash:
-    """While it is held, the processes `pids` are killed when ours ends, in whatever way."""
+    """While it is held, the processes `pids`, and those whose TMPDIR is `scratch`, are killed when ours ends, in
+    whatever way; then `scratch` is removed, and the shared memory that those had."""
 
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", _WAIT_AND_KILL, "rollcage-leash", *map(str, pids)],
+    def __init__(self, pids: Iterable[int] = (), *, scratch: Path | None = None) -> None:
+        with subprocess.Popen(
+            ["/bin/sh", "-c", _WAIT_AND_KILL, "rollcage-leash", str(scratch or ""), *map(str, pids)],
             stdin=subprocess.PIPE,
             start_new_session=True,
-        )
+        ) as shell:
+            self._held, shell.stdin = shell.stdin, None
 
     def drop(self) -> None:
         """Let go of the processes without killing them; for when they have ended."""
-        self._shell.kill()
-        self._shell.wait()
-        if self._shell.stdin is not None:
-            self._shell.stdin.close()
+        if self._held is not None:
+            with suppress(BrokenPipeError):  # somebody killed the shell
+                self._held.write(b"\n")
+                self._held.flush()
+            with suppress(BrokenPipeError):
+                self._held.close()
+
+
+def shared_memory(pid: int) -> set[Path]:
+    """Files of shared memory and semaphores of Python's `multiprocessing` that a process has: they outlive it where it
+    is killed. Empty where there is no such process."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+    return {Path(found) for found in _SHARED.findall(maps)}

@@ -190,10 +190,9 @@ def count_of(value: Any) -> int | None:
 def _logprobs(value: Any) -> list[float] | None:
     """Of the sampled tokens, from either API; None where one of them has none."""
     fields = _mapping(value)
-    if isinstance(fields.get("content"), list):
-        numbers = [_mapping(token).get("logprob") for token in fields["content"]]
-    else:
-        numbers = fields.get("token_logprobs")
+    content, numbers = fields.get("content"), fields.get("token_logprobs")
+    if isinstance(content, list):
+        numbers = [_mapping(token).get("logprob") for token in content]
     if not isinstance(numbers, list):
         return None
     floats = [

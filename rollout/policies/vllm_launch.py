@@ -1,8 +1,8 @@
 """Brings vLLM's `AsyncLLM` up, with its environment, its arguments and its temporary files, and takes it down.
 
 vLLM leaves sockets, rendezvous files and compiled code in the folder for temporary files. Its processes are given
-one of their own (`rollout/scratch.py`), which goes with the engine, or is removed by the next one where ours was
-killed.
+one of their own (`rollout/scratch.py`), which goes with the engine. Where ours is killed, also while the engine loads,
+it goes with the processes that have it (`leash.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from rollcage.rollout.outcome import Evidence, PolicyError
-from rollcage.rollout.policies.leash import Leash
+from rollcage.rollout.policies.leash import Leash, shared_memory
 from rollcage.rollout.policies.vllm_load import LoadRecorder
 from rollcage.rollout.policies.vllm_weights import (
     adapter_rank,
@@ -47,17 +47,23 @@ GRACE_SEC, SHUTDOWN_SEC = 8.0, 14.0
 """vLLM asks its processes to end, and kills those that are there after the first. Past the second they are killed
 here. The 5 s that vLLM has of itself are too short on a machine that is busy."""
 
+FAILURES = (
+    RuntimeError, ValueError, OSError, TypeError, LookupError, AttributeError, AssertionError, ImportError,
+)  # fmt: skip
+"""What vLLM raises over a model or a setting that it cannot load: it checks few of them."""
+
 _LAUNCHING = threading.Lock()
 """The environment is the process's: one engine starts at a time."""
 
 
 @dataclass
 class Launched:
-    """An engine that runs. `processes`: its core and its workers."""
+    """An engine that runs. `processes`: its core and its workers. `shared`: their shared memory."""
 
     llm: Any
     recorder: LoadRecorder
     processes: list[psutil.Process]
+    shared: set[Path]
     _scratch: tuple[Path, int]
     _leash: Leash
 
@@ -79,6 +85,8 @@ class Launched:
             await stopping
         finally:
             await asyncio.to_thread(self._kill)
+            for file in self.shared:
+                file.unlink(missing_ok=True)
             self._leash.drop()
             remove_scratch(*self._scratch)
             del llm
@@ -98,21 +106,31 @@ def launch(
 ) -> Launched:
     """Load the model; takes from seconds to many minutes. `lora` is an adapter that will be served.
 
-    Raises `ValueError` for an engine argument that vLLM does not have, or an adapter that is none, and `PolicyError`
-    (`policy_unavailable`) where the engine does not come up.
+    Raises `ValueError` for a path of no model, an engine argument that vLLM does not have, or an adapter that is none,
+    and `PolicyError` (`policy_unavailable`) where the engine does not come up.
     """
+    if Path(model).is_absolute() and not Path(model).exists():
+        raise ValueError(
+            f"there is no {model}: name a model's directory on this machine, or its Hugging Face id"
+        )
     with _LAUNCHING:
         remove_abandoned((VLLM,))
-        scratch = make_scratch(VLLM)
+        try:
+            scratch = make_scratch(VLLM)
+        except OSError as error:
+            raise _not_started(model, error) from error
+        leash = Leash(scratch=scratch[0])
         recorder = LoadRecorder()
         try:
             with _files_below(scratch[0]):
                 llm = _load(model, engine_args, recorder, lora, reasoning_parser)
         except BaseException:
+            leash.drop()
             remove_scratch(*scratch)
             raise
     processes = _processes(llm)
-    return Launched(llm, recorder, processes, scratch, Leash(process.pid for process in processes))
+    shared = set().union(*(shared_memory(process.pid) for process in processes))
+    return Launched(llm, recorder, processes, shared, scratch, leash)
 
 
 def cpu_threads() -> int:
@@ -164,12 +182,16 @@ def _load(
         raise ValueError(f"vLLM does not take these engine arguments: {error}") from error
     try:
         llm = Engine.from_engine_args(arguments, stat_loggers=[lambda config, index: recorder])
-    except (RuntimeError, ValueError, OSError) as error:
-        said = f"vLLM did not start with {model}: {error}"
-        raise PolicyError("policy_unavailable", said, Evidence(said, "policy server")) from error
+    except FAILURES as error:
+        raise _not_started(model, error) from error
     for name in QUIET_LOGGERS:  # vLLM sets its loggers anew while it starts
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return llm
+
+
+def _not_started(model: str, error: Exception) -> PolicyError:
+    said = f"vLLM did not start with {model}: {error}"
+    return PolicyError("policy_unavailable", said, Evidence(said, "policy server"))
 
 
 @contextmanager

@@ -11,8 +11,8 @@ What an image does not hold, and what becomes of it:
   keep a copy of what the container was made with all the same, and a state that has such values there is not kept;
 - what the agent changed of its own image, which a verifier asks for (`Sandbox.changes`): in a label.
 
-States are named `rollcage/state:<attempt>-<step>` and labelled with their attempt and job. They have no name of those
-that `image_gc.py` removes, and what they stand on stays as long as they do.
+States are named `rollcage/state:<attempt>-<number of the step>` and labelled with their attempt and job. They have no
+name of those that `image_gc.py` removes, and what they stand on stays as long as they do.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from rollcage.cluster.engine_life import MEASURE_SEC
 from rollcage.cluster.replica_protocol import ReplicaSettings, Weights
 from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies.base import Sampling
@@ -48,6 +49,7 @@ class FakeEngine:
         self._weights = weights
         self._dead = False
         self._hung = False
+        self._between = False
         self._running = 0
 
     async def start(self) -> None:
@@ -108,6 +110,8 @@ class FakeEngine:
             raise PolicyError("policy_unavailable", "the engine is dead")
 
     async def load(self) -> Load:
+        if self._between:
+            raise PolicyError("policy_unavailable", "there is no engine now")
         return Load(0.1, self._running)
 
     async def update_weights(self, path: str, version: int, *, in_flight: str) -> str:
@@ -117,6 +121,11 @@ class FakeEngine:
         if "unloadable" in path or "breaks" in path:
             raise PolicyError("policy_unavailable", f"{path} was half loaded")
         self.version = version
+        if "restarts" in path:
+            self._between = True
+            await asyncio.sleep(2 * MEASURE_SEC)
+            self._between = False
+            return "restart"
         return "reload"
 
     async def release(self, session_id: str) -> None:

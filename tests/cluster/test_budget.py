@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -202,6 +203,7 @@ def test_a_server_that_is_not_there_is_told_before_anything_begins() -> None:
     [
         ({"model": "my-own", "budget_usd": 1.0}, "set `prices"),
         ({"budget_usd": 0.0}, "greater than 0"),
+        ({"budget_usd": 1.0, "extra_body": {"speed": "fast"}}, "set `prices`"),
         ({"sampling": {"seed": 1}}, "leave sampling.seed out"),
         ({"sampling": {"temperature": 1.5}}, "above 1"),
         ({"sampling": {"temperature": 0.5, "top_p": 0.9}}, "leave one out"),
@@ -333,6 +335,21 @@ async def test_all_hosts_pay_out_of_one_budget(cluster: None) -> None:
                     await budget.spent()
         assert told == ["the job's budget of $1 is spent"]
         assert await spending(budgets) == {"claude": {"limit_usd": 1.0, "spent_usd": pytest.approx(1.2)}}
+
+
+@pytest.mark.ray
+async def test_a_budget_that_is_not_spent_ends_without_a_word(cluster: None) -> None:
+    policy = anthropic_policy("claude", AnthropicPolicyConfig.model_validate({**BODY, "budget_usd": 1.0}), {})
+    loop, said, told = asyncio.get_running_loop(), [], []
+    loop.set_exception_handler(lambda _, context: said.append(context["message"]))
+    async with shared_budgets({"claude": policy}) as (_, budgets):
+        async with stopping_when_spent(budgets, told.append):
+            await budgets["claude"].charge(0.5)
+        waiting = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    await asyncio.wait(waiting, timeout=20)
+    del waiting
+    gc.collect()
+    assert (said, told) == ([], [])
 
 
 @pytest.mark.ray

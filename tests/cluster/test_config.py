@@ -122,6 +122,7 @@ def test_unknown_settings_are_refused_with_their_line_and_the_nearest_name(job) 
         ("policies: {p: {model: x}}", "policies.p: does not say its kind"),
         ("policies: {p: {kind: vllm}}", "policies.p.model: is required and not there"),
         ("policies: {p: {kind: scripted, file: no.yaml}}", "policies.p.file: there is no file"),
+        ("policies: {p: {kind: recorded, run: nowhere}}", "policies.p.run: there is no run"),
         ("policies: {a b: {kind: vllm, model: x}}", 'policies.a b: cannot be a name: "a b"'),
         ("policies: {p: {kind: vllm, model: x, file: y}}", "policies.p.file: there is no such setting"),
         ("sandbox: {network: {cidr: 10.0.0.0/99}}", "sandbox.network.cidr: "),
@@ -179,7 +180,11 @@ def test_wrong_values_are_refused_with_their_line(job, line: str, said: str) -> 
         ),
         (
             "tasks: tasks\nagents:\n- name: bash\n  options: {max_turn: 3}\npolicy: x",
-            "job.yaml:4: agents.0.options: agent 'bash' does not take these options",
+            "job.yaml:4: agents.0.options.max_turn: agent 'bash' does not take these options: there is no 'max_turn'",
+        ),
+        (
+            "tasks: tasks\nagents:\n- name: bash\n  options:\n    summarize: true\n    max_turns: ten\npolicy: x",
+            "job.yaml:6: agents.0.options.max_turns: agent 'bash' does not take these options: max_turns must be a",
         ),
         ("", "job.yaml: a job is a mapping of settings"),
         ("- tasks", "job.yaml: a job is a mapping of settings"),

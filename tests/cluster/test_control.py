@@ -178,6 +178,7 @@ async def test_a_request_that_comes_too_late_or_is_taken_back_is_not_carried_out
                 await update_policy_async(run, new, 5, timeout_sec=0.5)
             policy.gate.set()
             await until(lambda: policy.version == 5)
+            assert os.listdir(folder) == ["alive"], "nobody waits for this answer"
             policy.gate.clear()
             cut_off = asyncio.create_task(update_policy_async(run, new, 6))
             await until(lambda: any(name.endswith(".answer.json") for name in os.listdir(folder)))

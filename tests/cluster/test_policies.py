@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 import ray
 from fake_engine import DIE, DIE_ONCE, END_ACTOR, GATE, HANG, HANG_ONCE, OVERFLOW, REFUSE, WAIT
 from serving import Serving, serving, until
 
+from rollcage.cluster import policies
 from rollcage.rollout.outcome import PolicyError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
@@ -193,6 +195,28 @@ async def test_the_routers_death_loses_no_rollout_and_no_count(p: Serving) -> No
     assert (await running).ids == [at["s0"]]
     assert set(answers) <= set(at.values())
     await until(lambda: sum(replica["sessions"] for replica in p.served.status()) == 8)
+
+
+async def test_a_router_that_hangs_is_started_again_and_no_turn_waits_for_ever(
+    p: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = await p.who("s")
+    monkeypatch.setattr(policies, "ANSWER_SEC", 1.0)
+    router = next(q for q in psutil.Process().children(recursive=True) if "Router" in q.name())
+    router.suspend()
+    new = await p.turn("new")
+    assert not router.is_running()
+    assert new.queue_seconds > 0.0
+    assert await p.who("s") == at
+    assert any("router hangs" in line for line in p.said)
+
+
+async def test_a_session_that_ends_without_a_place_is_not_counted(p: Serving) -> None:
+    """Its engine has ended, or it was called off while it waited for a place."""
+    await p.turn("s", DIE_ONCE)
+    p.engine._places.clear()  # as when its engine is lost once more
+    await p.engine.release("s")
+    await until(lambda: sum(replica["sessions"] for replica in p.served.status()) == 0)
 
 
 async def test_scaling_down_drains_and_scaling_up_starts_more(tmp_path: Path) -> None:

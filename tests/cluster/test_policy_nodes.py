@@ -23,7 +23,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(200)]
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
     """A head without a GPU, and two nodes with one each."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    head = {
+        "num_cpus": 1,
+        "include_dashboard": False,
+        # A node that is gone refuses each of five checks: they need not be 3 s apart.
+        "_system_config": {"health_check_period_ms": 500},
+    }
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         cluster.add_node(num_cpus=1, num_gpus=1)
     ray.init(address=cluster.address, log_to_driver=False)

@@ -99,6 +99,14 @@ def config(**settings: Any) -> VllmPolicyConfig:
     return VllmPolicyConfig(kind="vllm", model="m", **settings)
 
 
+async def test_an_engine_that_restarts_for_new_weights_is_not_lost(tmp_path: Path) -> None:
+    async with serving(tmp_path, replicas=1) as p:
+        assert await p.served.update("/weights/restarts", 4) == {1: "restart"}
+        assert (await p.turn("s")).version == 4
+        assert len(p.noted("starts")) == 1, "by itself, in the same life"
+        assert p.served.status()[0]["restarts"] == 0
+
+
 def test_a_replica_asks_for_a_bundle_for_each_of_its_workers() -> None:
     nothing = placement_of(config())
     assert (nothing.bundles, nothing.engine_args) == ([], {})

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.recorded_run import kept_states
-from rollcage.cluster.regrade import Regraded, RegradeOptions, regrade, render_regraded
+from rollcage.cluster.regrade import RegradeOptions, regrade
+from rollcage.cluster.regraded import Regraded, render_regraded
 from rollcage.rollout.arrow import read_attempts, read_rollouts
 from rollcage.rollout.sandbox.engine import Engine
 
@@ -147,7 +148,10 @@ def test_changed_tests_give_new_rewards_and_the_run_stays_as_it_was(jobs: Jobs) 
         assert str(now["segments"]) == str(then["segments"])
         assert (now["attempt_id"], now["group_size"]) == (then["attempt_id"], 3)
     assert len(read_attempts(done.run)) == 3
-    # A regraded run can be regraded: its states are the same.
+    # A regraded run can be regraded: its states are the same. What its agents were told may be gone.
+    job = json.loads((done.run / "job.json").read_text())
+    job["config"]["agents"][0]["options"] = {"system_prompt": "/nowhere/prompt.md"}
+    (done.run / "job.json").write_text(json.dumps(job))
     jobs.write("greet", "tests/test.sh", STRICT)
     assert outcomes(again(done.run, "newer").run) == outcomes(run)
     assert files(run) == before
@@ -164,7 +168,10 @@ def test_a_state_that_is_gone_is_named_and_its_rollout_carried_over(jobs: Jobs) 
     run = jobs.run("greet", samples=2)
     rows = read_rollouts(run, ["sample", "attempt_id"]).to_pylist()
     [gone] = [row["attempt_id"] for row in rows if row["sample"] == 1]
-    jobs.engine.api.remove_image(f"rollcage/state:{gone}-1")
+    state = f"rollcage/state:{gone}-1"
+    away = jobs.engine.api.inspect_image(state)["Id"]
+    jobs.engine.api.tag(away, "rollcage/elsewhere", gone)
+    jobs.engine.api.remove_image(state)
     jobs.write("greet", "tests/test.sh", LAX)
     done = subprocess.run(
         [ROLLCAGE, "regrade", run, "--output", run.parent / "new"],
@@ -179,6 +186,12 @@ def test_a_state_that_is_gone_is_named_and_its_rollout_carried_over(jobs: Jobs) 
     assert outcomes(run.parent / "new") == {0: ("passed", None), 1: ("failed", None)}
     rows = read_rollouts(run.parent / "new", ["sample", "extra"]).to_pylist()
     assert {row["sample"]: "not_regraded" in json.loads(row["extra"]) for row in rows} == {0: False, 1: True}
+    # Where it is there after all, nothing is left of that.
+    jobs.engine.api.tag(away, "rollcage/state", f"{gone}-1")
+    jobs.engine.api.remove_image(f"rollcage/elsewhere:{gone}")
+    done = again(run.parent / "new", "newer")
+    assert (done.regraded, done.missing) == (2, {})
+    assert "not_regraded" not in str(read_rollouts(done.run, ["extra"]).to_pylist())
 
 
 def test_another_environment_is_refused_unless_told(jobs: Jobs) -> None:

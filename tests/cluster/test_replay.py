@@ -193,6 +193,15 @@ def test_a_task_that_is_gone_is_named(recorded: Path, tmp_path: Path) -> None:
         again(moved)
 
 
+def test_an_agent_whose_prompt_is_gone_is_told(recorded: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(recorded, tmp_path / "run")
+    job = json.loads((moved / "job.json").read_text())
+    job["config"]["agents"][1]["options"] = {"system_prompt": "/nowhere/prompt.md"}
+    (moved / "job.json").write_text(json.dumps(job))
+    with pytest.raises(InputError, match=r"agent 'bash' cannot be made any more: .*/nowhere/prompt\.md"):
+        again(moved, agent="bash")
+
+
 def test_where_there_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no run here"):
         again(tmp_path)

@@ -18,7 +18,6 @@ from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.agents.commands import add_turn, run_command
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.policies.base import Policy
-from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.policies.scripted import ScriptedPolicy
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.sandbox.engine import Engine

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -31,6 +31,7 @@ REFUSALS = {
     "wait": (429, "slow down", {"Retry-After": "120"}),
     "overloaded": (529, "overloaded", {}),
     "500": (500, "oh", {}),
+    "dead": (500, "EngineCore encountered an issue.", {}),
     "503": (503, "no", {}),
     "504": (504, "too slow", {}),
     "refused": (400, "temperature must be non-negative", {}),
@@ -61,6 +62,10 @@ class Wire:
         finally:
             self.open -= 1
 
+    async def health(self, _: web.Request) -> web.Response:
+        """Of a server whose engine is dead."""
+        return web.Response(status=503)
+
     async def _answer(self, fault: str, request: web.Request) -> web.StreamResponse:
         if fault == "passes":
             fault = "storm" if self.asked[fault] < 4 else ""
@@ -86,7 +91,7 @@ class Wire:
         response = web.StreamResponse(headers={"Content-Type": kind})
         await response.prepare(request)
         while True:
-            await response.write(b"event: ping\ndata: {}\n\n" if "event" in kind else b" " * 64)
+            await response.write(b'event: ping\ndata: {"type": "ping"}\n\n' if "event" in kind else b" " * 64)
             if fault == "reset":
                 assert request.transport is not None
                 request.transport.abort()
@@ -99,6 +104,7 @@ async def wire() -> AsyncIterator[Wire]:
     served = Wire()
     app = web.Application()
     app.router.add_post("/{fault}/v1/{path:.*}", served.handle)
+    app.router.add_get("/dead/health", served.health)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -209,10 +215,8 @@ def vllm_server(model: Path) -> Iterator[VllmServer]:
         yield VllmServer(model, port, process)
     finally:
         leash.drop()
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
 

@@ -6,6 +6,7 @@ Where the wire is enough, a server on this machine speaks it; the rest is vLLM's
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from attempts import OneHost, Site, given, nothing_of, site, until
-from model_servers import CONTEXT, VllmServer, Wire, engines, tiny_model, vllm_server, wire
+from model_servers import CONTEXT, engines, tiny_model, vllm_server, wire
+from rich.console import Console
 
 from rollcage.cluster.actors import connected
 from rollcage.cluster.config_policies import VllmPolicyConfig
@@ -99,7 +101,7 @@ def check(attempt: Attempt) -> None:
 
 
 async def test_servers_of_either_api_that_fail(here: Site, record: Record) -> None:
-    """CASES 28: and what is the infrastructure's is not the agent's. An agent's time is not what a storm takes."""
+    """CASES 28 and 29. What is the infrastructure's is not the agent's, and a storm takes none of its time."""
     async with wire() as server:
         at = server.url
         late = {"request_timeout_sec": 0.5}
@@ -108,6 +110,7 @@ async def test_servers_of_either_api_that_fail(here: Site, record: Record) -> No
             "openai_storm_wait": openai(f"{at}/wait"),
             "openai_storm_passes": openai(f"{at}/passes", retry_sec=30.0),
             "openai_500": openai(f"{at}/500"),
+            "openai_dead": openai(f"{at}/dead"),
             "openai_503": openai(f"{at}/503"),
             "openai_504": openai(f"{at}/504"),
             "openai_reset": openai(f"{at}/reset"),
@@ -117,6 +120,7 @@ async def test_servers_of_either_api_that_fail(here: Site, record: Record) -> No
             "anthropic_storm": anthropic(f"{at}/storm"),
             "anthropic_overloaded": anthropic(f"{at}/overloaded"),
             "anthropic_500": anthropic(f"{at}/500"),
+            "anthropic_dead": anthropic(f"{at}/dead"),
             "anthropic_reset": anthropic(f"{at}/reset"),
             "anthropic_endless": anthropic(f"{at}/endless", **late),
             "anthropic_long": anthropic(f"{at}/too_long"),
@@ -144,8 +148,9 @@ async def test_a_rollout_that_a_server_failed_is_run_again(record: Record, tmp_p
         agents = (AgentPlan("bash", "bash", samples=3, policy="p"),)
         plan = JobPlan("test-faults", agents, {key: task}, concurrency=3)
         ledger = Ledger.create(tmp_path / "run", {"job": plan.job})
+        progress = JobProgress(3, Console(file=io.StringIO()))
         await here.host.open()
-        await Driver(plan, ledger, OneHost(here.host), JobProgress(3)).run()
+        await Driver(plan, ledger, OneHost(here.host), progress).run()
         await ledger.finish({})
     rollouts = read_rollouts(tmp_path / "run").to_pylist()
     attempts = read_attempts(tmp_path / "run").to_pylist()

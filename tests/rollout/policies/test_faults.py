@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from email.utils import formatdate
 from types import SimpleNamespace
+from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from rollcage.rollout.policies.faults import policy_fault
@@ -55,6 +58,19 @@ def test_failures_are_named_by_type_status_and_the_servers_word(error: Exception
     assert fault.error_class == error_class
     assert fault.evidence.said_by == "policy server"
     assert fault.evidence.message.startswith(f"could not generate: {type(error).__name__}")
+
+
+@pytest.mark.parametrize("sdk", [openai, anthropic])
+def test_what_an_sdk_calls_a_connection_error_is_one_whatever_is_behind_it(sdk: Any) -> None:
+    for behind, error_class in (
+        (RuntimeError("the handler is closed"), "policy_unavailable"),
+        (ConnectionResetError(104, "reset"), "policy_unavailable"),
+        (OSError(113, "no route"), "policy_unavailable"),
+        (TimeoutError(), "policy_timeout"),
+    ):
+        error = sdk.APIConnectionError(request=None)
+        error.__cause__ = behind
+        assert policy_fault(error, "generate").error_class == error_class
 
 
 def test_the_wait_that_a_server_asks_for_is_kept() -> None:

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import psutil
 
@@ -44,3 +46,38 @@ def test_a_dropped_leash_kills_nothing() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_what_a_killed_process_has_started_in_its_scratch_goes_with_it_and_so_does_what_that_left(
+    tmp_path: Path,
+) -> None:
+    """Also what it is still starting, and shared memory."""
+    program = f"""
+        import os, signal, subprocess, sys
+        from pathlib import Path
+        from rollcage.rollout.policies.leash import Leash
+        Leash(scratch=Path({str(tmp_path / "scratch")!r}))
+        held = "from multiprocessing.shared_memory import SharedMemory as S; m = S(create=True, size=9)"
+        child = subprocess.Popen(
+            [sys.executable, "-c", held + "; print(m.name, flush=True); input()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={{**os.environ, "TMPDIR": {str(tmp_path / "scratch")!r}}},
+            start_new_session=True,
+        )
+        print(child.pid, child.stdout.readline().decode(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, check=False, timeout=60
+    )
+    pid, name = done.stdout.decode().split()
+    if psutil.pid_exists(int(pid)):
+        psutil.Process(int(pid)).wait(timeout=10)
+    until = time.monotonic() + 10
+    while (tmp_path / "scratch").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not (tmp_path / "scratch").exists()
+    assert not Path("/dev/shm", name).exists()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,20 @@ async def test_weights_whose_output_layer_is_the_embedding_need_another_engine_o
     assert engine._launched is not None
     assert how_to_load(engine.model, Path(engine.model)) == "reload"
     assert how_to_update(engine._launched.llm, engine.model, None, Path(engine.model), None) == "restart"
+
+
+async def test_a_model_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no .*nowhere"):
+        await VllmEngine(str(tmp_path / "nowhere")).start()
+
+
+async def test_a_full_disk_does_not_end_who_starts_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(PolicyError, match="did not start") as error:
+        await VllmEngine(str(tmp_path)).start()
+    assert error.value.error_class == "policy_unavailable"
 
 
 async def test_an_engine_argument_that_vllm_does_not_have_is_named() -> None:

@@ -146,7 +146,7 @@ def test_what_never_ends_takes_no_memory_and_no_long_turn(endless: bytes) -> Non
     ("name", "sent"),
     [
         ("Enter", b"\r"), ("Escape", b"\x1b"), ("Tab", b"\t"), ("BSpace", b"\x7f"), ("C-c", b"\x03"), ("^c", b"\x03"),
-        ("C-Space", b"\0"), ("C-[", b"\x1b"), ("M-x", b"\x1bx"), ("M-Up", b"\x1b\x1b[A"), ("Up", b"\x1b[A"),
+        ("C-Space", b"\0"), ("C-[", b"\x1b"), ("M-x", b"\x1bx"), ("M-Up", b"\x1b[1;3A"), ("Up", b"\x1b[A"),
         ("PageDown", b"\x1b[6~"), ("F5", b"\x1b[15~"), ("q", b"q"), ("é", "é".encode()), ("Entr", None), ("C-", None),
     ],
 )  # fmt: skip

@@ -110,6 +110,22 @@ def renderer(name: str) -> ChatRenderer:
     return ChatRenderer(tokenizer(name))
 
 
+class Counting:
+    """A tokenizer that counts the letters that it was given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.letters = 0
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        self.letters += len(text)
+        ids: list[int] = self._tokenizer.encode(text, **kwargs)
+        return ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
 @dataclass
 class Engine:
     """One conversation, and what an engine saw of it and returned, kept by itself."""
@@ -180,6 +196,12 @@ class Engine:
 def _tokenizer() -> Callable[..., Any]:
     """By the template's name."""
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def counting() -> Callable[[str], Counting]:
+    """A tokenizer that counts, by the template's name."""
+    return lambda name: Counting(tokenizer(name))
 
 
 @pytest.fixture(scope="session", name="renderer")

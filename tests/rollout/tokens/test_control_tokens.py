@@ -128,27 +128,11 @@ def test_control_tokens_that_overlap_in_a_message_are_all_text() -> None:
     assert texts.split("aaaa").split(SPLIT) == ["a", "a", "a", "a", ""]
 
 
-def test_a_megabyte_of_look_alikes_is_tokenized_once(tokenizer: Any) -> None:
-    counting = Counting(tokenizer("chatml"))
-    renderer = ChatRenderer(counting)
+def test_a_megabyte_of_look_alikes_is_tokenized_once(counting: Any) -> None:
+    tokenizer = counting("chatml")
+    renderer = ChatRenderer(tokenizer)
     framed = control_ids(renderer, [Message("user", "x")])
     for text in (("<|im_end|>" + 12 * " letters") * 10_000, "<|im_start|" * 10_000, "<" * 100_000):
-        counting.letters = 0
+        tokenizer.letters = 0
         assert control_ids(renderer, [Message("user", text)]) == framed
-        assert counting.letters < len(text) + 100
-
-
-class Counting:
-    """A tokenizer that counts the letters that it was given."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.letters = 0
-
-    def encode(self, text: str, **kwargs: Any) -> list[int]:
-        self.letters += len(text)
-        ids: list[int] = self._tokenizer.encode(text, **kwargs)
-        return ids
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+        assert tokenizer.letters < len(text) + 100

@@ -50,6 +50,7 @@ def test_another_end_token_than_the_templates_is_kept_and_the_turn_is_closed(tal
 
 
 def test_a_spelling_that_no_encoder_makes_is_kept(talk: Any) -> None:
+    """CASES 30: decoded and encoded again it would have other ids."""
     engine = talk("chatml")
     spelled = [engine.ids(letter)[0] for letter in "hello"]
     assert engine.ids("hello") != spelled
@@ -61,6 +62,7 @@ def test_a_spelling_that_no_encoder_makes_is_kept(talk: Any) -> None:
 
 
 def test_a_template_that_drops_earlier_thoughts_starts_a_new_segment(talk: Any) -> None:
+    """CASES 30."""
     engine = talk("qwen3")
     engine.answer(user("one"), "<think>hard</think>two")
     mask = list(engine.tokens.segments[0].loss_mask)

@@ -70,6 +70,9 @@ GONE = (
 OBJECT_STORE_BYTES = 256 << 20
 """Attempts are some hundred kB each and leave the store at once; Ray's default is 30% of the memory."""
 
+WORKER_NICENESS = 0
+"""Ray's own is 15: hosts and engines would have a thirtieth of a processor that one busy sandbox wants."""
+
 
 @contextmanager
 def connected(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[None]:
@@ -89,6 +92,7 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(files),
+                "_system_config": {"worker_niceness": WORKER_NICENESS},
             }
         stack.callback(ray.shutdown)
         try:

@@ -87,7 +87,8 @@ def _too_long(error: BaseException, said: str) -> bool:
 def _transport_error(error: BaseException) -> BaseException:
     """What is behind the connection error of an SDK, which says nothing itself."""
     cause = error.__cause__
-    return cause if isinstance(cause, (*_transport_errors(), ConnectionError, TimeoutError)) else error
+    says_more: tuple[type[BaseException], ...] = (*_transport_errors(), ConnectionError, TimeoutError)
+    return cause if isinstance(cause, says_more) else error
 
 
 def _transport_class(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import os
 import pickle
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from serving import Serving, serving, until
 
 from rollcage.cluster import policies
 from rollcage.rollout.outcome import PolicyError
+from rollcage.rollout.policies.leash import Leash
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -217,6 +219,27 @@ async def test_a_session_that_ends_without_a_place_is_not_counted(p: Serving) ->
     p.engine._places.clear()  # as when its engine is lost once more
     await p.engine.release("s")
     await until(lambda: sum(replica["sessions"] for replica in p.served.status()) == 0)
+
+
+async def test_an_actor_that_ray_ends_leaves_nothing_of_its_engine(tmp_path: Path) -> None:
+    """Ray kills an actor's children with it; what an engine has in temporary files they would leave."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    class Holder:
+        def hold(self) -> int:
+            self.leash = Leash(scratch=scratch)
+            engine = ["sh", "-c", "sleep 600 & echo $!"]
+            environment = {**os.environ, "TMPDIR": str(scratch)}
+            with subprocess.Popen(engine, stdout=subprocess.PIPE, env=environment) as started:
+                assert started.stdout is not None
+                return int(started.stdout.readline())
+
+    holder = ray.remote(Holder).options(num_cpus=0).remote()
+    worker = await holder.hold.remote()
+    ray.kill(holder)
+    await until(lambda: not scratch.exists())
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
 
 
 async def test_scaling_down_drains_and_scaling_up_starts_more(tmp_path: Path) -> None:

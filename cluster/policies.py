@@ -87,8 +87,9 @@ class ServedPolicy:
     async def start(self) -> None:
         """Start all replicas, side by side, and wait until each generates.
 
-        Raises `InputError` for an engine argument that vLLM does not take, and `CouldNotRun` where the cluster has not
-        what is asked for or a replica does not come up; then the others are stopped.
+        Raises `InputError` for an engine argument that vLLM does not take, or a model that cannot hold a conversation,
+        and `CouldNotRun` where the cluster has not what is asked for or a replica does not come up; then the others are
+        stopped.
         """
         started = False
         try:
@@ -97,13 +98,7 @@ class ServedPolicy:
             info = await self._add(range(1, self._config.replicas + 1))
             self._syncing = asyncio.create_task(self._sync_for_ever())
             engine = Replicas(self._router, info, retry_sec=self._config.retry_sec)
-            config = self._config
-            self.policy = TokenPolicy(
-                engine,
-                name=self.name,
-                template_kwargs=config.template_kwargs,
-                max_staleness=config.max_staleness if config.stale == "drop" else None,
-            )
+            self.policy = self._policy(engine)
             started = True
         finally:
             if not started:
@@ -219,6 +214,20 @@ class ServedPolicy:
             self._following[number] = following
         await self._sync()
         return infos[0]
+
+    def _policy(self, engine: Replicas) -> TokenPolicy:
+        config = self._config
+        try:
+            return TokenPolicy(
+                engine,
+                name=self.name,
+                template_kwargs=config.template_kwargs,
+                max_staleness=config.max_staleness if config.stale == "drop" else None,
+            )
+        except ValueError as error:
+            raise InputError(
+                f"policies.{self.name}: {config.model}: {error}; `engine_args: {{tokenizer: ...}}` names another"
+            ) from error
 
     def _require(self, replicas: int) -> None:
         try:

@@ -43,6 +43,7 @@ class FakeEngine:
 
     def __init__(self, settings: ReplicaSettings, weights: Weights) -> None:
         self.tokenizer = ByteTokenizer()
+        self.tokenizer.chat_template = settings.engine_args.get("chat_template", ByteTokenizer.chat_template)
         self.max_model_len = 4096
         self.version = weights.version
         self._model = Path(settings.model)

@@ -168,6 +168,9 @@ async def test_replicas_hold_their_gpus_and_give_them_back_also_when_one_does_no
         await p.served.scale(1)
         await until_free(2.0)
     await until_free(4.0)
+    with pytest.raises(InputError, match=r"policies\.p: .* has no chat template; `engine_args"):
+        async with serving(tmp_path, replicas=1, num_gpus=1.0, engine_args={"chat_template": None}):
+            pass
     (tmp_path / "refuse").write_text("no memory left")
     with pytest.raises(CouldNotRun, match=r"policy p: replica [12] of 2: policy_unavailable: no memory left"):
         async with serving(tmp_path, num_gpus=0.5):

@@ -6,6 +6,7 @@ they began with, `continuing` goes on with the new ones.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rollcage.cluster.control import PolicyStatus, policy_status, update_policy
+from rollcage.cluster.control import PolicyStatus, policy_status, update_policy, update_policy_async
 from rollcage.cluster.errors import InputError
 from rollcage.rollout.arrow import read_attempts, read_rollouts
 from rollcage.rollout.policies import smollm2
@@ -34,7 +35,8 @@ ROLLCAGE = Path(sys.executable).parent / "rollcage"
 NOISE = 2e-3
 """Nats between vLLM's float32 and transformers': 1e-4 was seen. A and B are tenths apart."""
 
-TURNS, TOKENS = 5, 160
+TURNS = {"finishing": (5, 300), "continuing": (3, 600)}
+"""Turns of a rollout, and tokens of each. Long turns: the update must come upon one, and not between two."""
 
 
 def tiny_model(folder: Path, seed: int) -> Path:
@@ -108,6 +110,11 @@ def has_ended(run: Path, agent: str) -> bool:
     return agent in read_rollouts(run, ["agent"])["agent"].to_pylist()
 
 
+async def update_all(run: Path, path: Path, version: int) -> list[dict[int, str]]:
+    done = await asyncio.gather(*(update_policy_async(run, path, version, policy=name) for name in TURNS))
+    return [one.replicas for one in done]
+
+
 def turns_of(attempt: Attempt) -> Iterator[tuple[Turn, list[int], np.ndarray]]:
     """Each turn, the ids of its segment, and the log-probabilities that the run holds of the answer."""
     assert attempt.trajectory is not None
@@ -140,19 +147,28 @@ def test_log_probabilities_change_where_the_version_does(tmp_path: Path, scratch
         "model": str(a),
         "threads": 1,
         "engine_args": {"max_model_len": 8192, "max_num_seqs": 4, "block_size": 32},
-        "sampling": {"max_tokens": TOKENS, "seed": 5},
+    }
+    settings = {
+        "finishing": {"on_update": "finish", "max_staleness": 1},
+        "continuing": {"on_update": "continue"},
     }
     policies = {
-        "finishing": {**policy, "on_update": "finish", "max_staleness": 1},
-        "continuing": {**policy, "on_update": "continue"},
+        name: {**policy, **settings[name], "sampling": {"max_tokens": tokens, "seed": 5}}
+        for name, (_, tokens) in TURNS.items()
     }
-    options = {"max_turns": TURNS, "max_malformed": 1000}
+    agents = [
+        {
+            "name": "bash",
+            "label": name,
+            "policy": name,
+            "options": {"max_turns": turns, "max_malformed": 99},
+        }
+        for name, (turns, _) in TURNS.items()
+    ]
     job = {
         "tasks": [str(tmp_path / "tasks/*")],
-        "agents": [
-            {"name": "bash", "label": name, "policy": name, "options": options, "samples": 1}
-            for name in policies
-        ],
+        "agents": agents,
+        "samples": 1,
         "policies": policies,
         "concurrency": 2,
     }
@@ -169,24 +185,18 @@ def test_log_probabilities_change_where_the_version_does(tmp_path: Path, scratch
         )
     try:
         until(lambda: at_work(run, *policies), running, errors)
-        for name in policies:
-            done = update_policy(run, b, 1, policy=name, timeout_sec=120)
-            assert done.replicas == {1: "reload"}
+        assert asyncio.run(update_all(run, b, 1)) == [{1: "reload"}] * 2
         with pytest.raises(InputError, match=r"holds no config\.json"):
             update_policy(run, tmp_path / "empty", 2, policy="finishing")
-        until(lambda: has_ended(run, "finishing"), running, errors)
-        until(lambda: at_work(run, "finishing"), running, errors)
-        command = [ROLLCAGE, "policy", "update", "--run", run, "--policy", "finishing", "--json"]
+        command = [ROLLCAGE, "policy", "update", "--run", run, "--policy", "finishing"]
         told = subprocess.run(
-            [*command, "--path", a, "--version", "3"], capture_output=True, text=True, check=False
-        )
-        assert told.returncode == 0, told.stderr
-        assert json.loads(told.stdout)["replicas"] == {"1": "reload"}
-        told = subprocess.run(
-            [*command, "--path", b, "--version", "2"], capture_output=True, text=True, check=False
+            [*command, "--path", a, "--version", "0"], capture_output=True, text=True, check=False
         )
         assert told.returncode == 1
-        assert "2 is older" in told.stderr
+        assert "0 is older" in told.stderr
+        until(lambda: has_ended(run, "finishing"), running, errors)
+        until(lambda: at_work(run, "finishing"), running, errors)
+        assert update_policy(run, a, 3, policy="finishing").replicas == {1: "reload"}
         out, _ = running.communicate(timeout=200)
     finally:
         if running.poll() is None:
@@ -212,9 +222,9 @@ def test_log_probabilities_change_where_the_version_does(tmp_path: Path, scratch
         ]
         assert attempts == 1, "one version is within max_staleness"
         spans = [(turn.policy_version, turn.policy_version_end) for turn, *_ in turns_of(attempt)]
-        assert len(spans) == TURNS
+        assert len(spans) == TURNS[name][0]
         assert spans == sorted(spans)
-        assert {(0, 0), (1, 1)} <= set(spans), "the update came too late or too early"
+        assert {(0, 0) if name == "finishing" else (0, 1), (1, 1)} <= set(spans)
         assert ((0, 1) in spans) == (name == "continuing")
         for turn, ids, given in turns_of(attempt):
             not_a, not_b = (differs(model, turn, ids, given) for model in (old, new))

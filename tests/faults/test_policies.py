@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 from attempts import OneHost, Site, given, nothing_of, site, until
@@ -253,6 +254,7 @@ async def test_a_replica_whose_engine_is_killed(here: Site, model: Path, record:
         }
         await until(lambda: _is(served.status()[0]["running"] == 2))
         [killed] = engines()
+        assert killed.nice() == psutil.Process().nice(), "a busy sandbox must not take its processor"
         killed.kill()
         passed, lost = await asyncio.gather(*attempts.values())
         record("replica_killed", given(passed))

@@ -29,7 +29,7 @@ from rollcage.cluster.replica_protocol import (
     Weights,
 )
 from rollcage.cluster.routing import Report
-from rollcage.rollout.outcome import PolicyError, RolloutError
+from rollcage.rollout.outcome import Evidence, PolicyError, RolloutError
 
 POLL_SEC = 0.5
 
@@ -221,11 +221,15 @@ class Supervised:
 
 
 async def called(answer: Any) -> Any:
-    """What an actor answers, or raises; `PolicyError` (`policy_unavailable`) where it is gone."""
+    """What an actor answers, or raises, if that is a `RolloutError` or a `ValueError`; `PolicyError` of whatever else
+    it raises (`policy_error`), and where it is gone (`policy_unavailable`)."""
     try:
         return await answer
     except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        if isinstance(error.cause, RolloutError | ValueError):
+            raise error.cause from error
+        said = f"a policy replica failed: {error.cause!r}"
+        raise PolicyError("policy_error", said, Evidence(str(error), "policy server")) from error
     except GONE as error:
         said = f"a policy replica's actor ended: {error}"
         raise PolicyError("policy_unavailable", said) from error

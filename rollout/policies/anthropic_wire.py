@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollcage.rollout.model_json import read_json
 from rollcage.rollout.policies.api_text import whole
 from rollcage.rollout.policies.base import Tool
 from rollcage.rollout.policies.prices import Usage
@@ -291,7 +292,7 @@ def _object(text: str) -> dict[str, Any]:
     """What a tool's input says, for the API takes nothing but an object; empty where it is none, or has what JSON
     cannot say: an infinite number, half of a surrogate pair."""
     try:
-        value = json.loads(text)
+        value = read_json(text)
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except ValueError:
         return {}

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -51,6 +52,9 @@ FAILURES = (
     RuntimeError, ValueError, OSError, TypeError, LookupError, AttributeError, AssertionError, ImportError,
 )  # fmt: skip
 """What vLLM raises over a model or a setting that it cannot load: it checks few of them."""
+
+_ERROR, _WHY = re.compile(r"\b\w*(?:Error|Exception): .+"), "initialization failed"
+"""An error's line of a traceback, and what vLLM says where another of its processes has the reason."""
 
 _LAUNCHING = threading.Lock()
 """The environment is the process's: one engine starts at a time."""
@@ -180,17 +184,30 @@ def _load(
         arguments = AsyncEngineArgs(**settings)
     except TypeError as error:
         raise ValueError(f"vLLM does not take these engine arguments: {error}") from error
+    log = Path("/proc/self/fd/2")
+    before = log.stat().st_size if log.is_file() else 0
     try:
         llm = Engine.from_engine_args(arguments, stat_loggers=[lambda config, index: recorder])
     except FAILURES as error:
-        raise _not_started(model, error) from error
+        raise _not_started(model, error, root_cause(log, before)) from error
     for name in QUIET_LOGGERS:  # vLLM sets its loggers anew while it starts
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return llm
 
 
-def _not_started(model: str, error: Exception) -> PolicyError:
-    said = f"vLLM did not start with {model}: {error}"
+def root_cause(log: Path, before: int) -> str:
+    """The last error in what vLLM's processes wrote to `log`, if that is a file, behind its first `before` bytes: of a
+    process that fails vLLM says only to look there. Empty where there is none."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as stream:
+        stream.seek(before)
+        found = [line for line in _ERROR.findall(stream.read().decode(errors="replace")) if _WHY not in line]
+    return found[-1].strip() if found else ""
+
+
+def _not_started(model: str, error: Exception, cause: str = "") -> PolicyError:
+    said = f"vLLM did not start with {model}: {cause if cause and _WHY in str(error) else error}"
     return PolicyError("policy_unavailable", said, Evidence(said, "policy server"))
 
 

@@ -55,6 +55,8 @@ class FakeEngine:
 
     async def start(self) -> None:
         self._note("starts", f"{os.getpid()} {self.version}")
+        if (self._model / "surprise").exists():
+            raise KeyError("nobody has thought of this")
         if (self._model / "refuse").exists():
             raise PolicyError("policy_unavailable", (self._model / "refuse").read_text())
         if self._weights.path is not None and "unloadable" in self._weights.path:

@@ -175,4 +175,8 @@ async def test_replicas_hold_their_gpus_and_give_them_back_also_when_one_does_no
     with pytest.raises(CouldNotRun, match=r"policy p: replica [12] of 2: policy_unavailable: no memory left"):
         async with serving(tmp_path, num_gpus=0.5):
             pass
+    (tmp_path / "surprise").touch()
+    with pytest.raises(CouldNotRun, match="replica failed: KeyError"):
+        async with serving(tmp_path, replicas=1):
+            pass
     await until_free(4.0)

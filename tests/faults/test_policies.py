@@ -44,7 +44,7 @@ from rollcage.rollout.policies.openai_wire import Server, ServerSettings
 from rollcage.rollout.sandbox.pool import SandboxSettings
 from rollcage.rollout.trajectory import Attempt, Message
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 Record = Callable[[str, str], None]
 

@@ -19,6 +19,7 @@ from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies.base import Sampling, Structure, Tool
 from rollcage.rollout.policies.engine import Parsed, TokenPolicy
 from rollcage.rollout.policies.vllm import VllmEngine
+from rollcage.rollout.policies.vllm_launch import root_cause
 from rollcage.rollout.policies.vllm_update import how_to_update
 from rollcage.rollout.policies.vllm_weights import how_to_load
 from rollcage.rollout.trajectory import Message
@@ -261,6 +262,17 @@ async def test_weights_whose_output_layer_is_the_embedding_need_another_engine_o
 async def test_a_model_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no .*nowhere"):
         await VllmEngine(str(tmp_path / "nowhere")).start()
+
+
+async def test_of_an_engine_that_fails_in_a_process_of_its_own_the_reason_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    before = log.write_text("ValueError: of another engine\n")
+    with log.open("a") as file:
+        file.write("(Worker pid=1) ERROR 11-29 [x.py:9]     raise ValueError(\n")
+        file.write("(Worker pid=1) ERROR 11-29 [x.py:9] ValueError: no room for the KV cache\n")
+        file.write("(EngineCore pid=2) Exception: WorkerProc initialization failed due to ...\n")
+    assert root_cause(log, before) == "ValueError: no room for the KV cache"
+    assert root_cause(tmp_path / "nowhere", 0) == ""
 
 
 async def test_a_full_disk_does_not_end_who_starts_an_engine(

@@ -17,15 +17,19 @@ _WAIT_AND_KILL = r"""
 exec 3<&0 </dev/null
 scratch=$1; shift
 {
-    read -r _ <&3 && exit
+    shared=
+    while read -r file <&3; do
+        [ "$file" ] || exit
+        shared="$shared $file"
+    done
     kill -9 "$@"
     [ "$scratch" ] || exit
-    shared=
     for round in 1 2 3 4 5 6 7 8 9 10; do
         found=
         for process in /proc/[0-9]*; do
             grep -qzxF "TMPDIR=$scratch" "$process/environ" || continue
             found=1
+            kill -STOP "${process#/proc/}"
             shared="$shared $(grep -oE '/dev/shm/(psm_|sem[.]mp-)[[:alnum:]_]+' "$process/maps")"
             kill -9 "${process#/proc/}"
         done
@@ -36,8 +40,9 @@ scratch=$1; shift
     rm -rf "$scratch"
 } >/dev/null 2>&1 &
 """
-"""A line means that it is let go of, the pipe's end that we are gone. What a process starts while the others are killed
-is found in the next round."""
+"""A line names a file to be removed, an empty one means that all is let go of, and the pipe's end that we are gone.
+What a process starts while the others are killed is found in the next round; one that is stopped makes nothing new
+between the look at what it has and its end."""
 
 _SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\w+")
 
@@ -54,14 +59,22 @@ class Leash:
         ) as shell:
             self._held, shell.stdin = shell.stdin, None
 
+    def also(self, files: Iterable[Path]) -> None:
+        """Remove these too: once a process is dead, what it had can no longer be seen."""
+        self._tell("".join(f"{file}\n" for file in files))
+
     def drop(self) -> None:
         """Let go of the processes without killing them; for when they have ended."""
+        self._tell("\n")
         if self._held is not None:
-            with suppress(BrokenPipeError):  # somebody killed the shell
-                self._held.write(b"\n")
-                self._held.flush()
             with suppress(BrokenPipeError):
                 self._held.close()
+
+    def _tell(self, lines: str) -> None:
+        if self._held is not None and not self._held.closed:
+            with suppress(BrokenPipeError):  # somebody killed the shell
+                self._held.write(lines.encode())
+                self._held.flush()
 
 
 def shared_memory(pid: int) -> set[Path]:

@@ -134,6 +134,7 @@ def launch(
             raise
     processes = _processes(llm)
     shared = set().union(*(shared_memory(process.pid) for process in processes))
+    leash.also(shared)
     return Launched(llm, recorder, processes, shared, scratch, leash)
 
 

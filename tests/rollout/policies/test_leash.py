@@ -56,7 +56,8 @@ def test_what_a_killed_process_has_started_in_its_scratch_goes_with_it_and_so_do
         import os, signal, subprocess, sys
         from pathlib import Path
         from rollcage.rollout.policies.leash import Leash
-        Leash(scratch=Path({str(tmp_path / "scratch")!r}))
+        leash = Leash(scratch=Path({str(tmp_path / "scratch")!r}))
+        leash.also([Path({str(tmp_path / "seen-before")!r})])
         held = "from multiprocessing.shared_memory import SharedMemory as S; m = S(create=True, size=9)"
         child = subprocess.Popen(
             [sys.executable, "-c", held + "; print(m.name, flush=True); input()"],
@@ -70,6 +71,7 @@ def test_what_a_killed_process_has_started_in_its_scratch_goes_with_it_and_so_do
     """
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "file").touch()
+    (tmp_path / "seen-before").touch()
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, check=False, timeout=60
     )
@@ -81,3 +83,4 @@ def test_what_a_killed_process_has_started_in_its_scratch_goes_with_it_and_so_do
         time.sleep(0.02)
     assert not (tmp_path / "scratch").exists()
     assert not Path("/dev/shm", name).exists()
+    assert not (tmp_path / "seen-before").exists()

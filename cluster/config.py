@@ -263,7 +263,7 @@ def _check_agent(config: JobConfig, agent: AgentConfig, where: Where) -> Iterato
             setting = (
                 ("options", *_option_named(agent, str(error))) if "these options" in str(error) else ("name",)
             )
-            yield (*where, *setting), str(error), "see the agent's own documentation"
+            yield (*where, *setting), str(error), "docs/agents.md has the options of bash, tools and keys"
         return
     if agent.policy is not None and agent.policy not in config.policies:
         remedy = nearest(agent.policy, config.policies) if config.policies else "describe it under `policies`"

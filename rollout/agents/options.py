@@ -6,6 +6,7 @@ Only annotations of what JSON and YAML have values for are looked at; whatever e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from inspect import Parameter, signature
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -58,7 +59,9 @@ def _check_names(factory: Callable[..., Any], options: Mapping[str, Any]) -> Non
     if not any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
         for name in options:
             if name not in named:
-                raise ValueError(f"there is no {name!r}; there is {', '.join(named) or 'none at all'}")
+                near = get_close_matches(name, named, n=1)
+                meant = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ValueError(f"there is no {name!r}{meant}; there is {', '.join(named) or 'none at all'}")
     for name, each in named.items():
         if each.default is Parameter.empty and name not in options:
             raise ValueError(f"{name!r} is missing")

@@ -27,7 +27,7 @@ from rollcage.rollout.agents.options import check_options
         ("bash", {"examples": ["abc"]}, "examples[0] must be a mapping, not 'abc'"),
         ("bash", {"examples": [{"instruction": 1}]}, "examples[0].instruction must be a text, not 1"),
         ("tools", {"structured": "yes"}, "structured must be true or false, not 'yes'"),
-        ("bash", {"max_turn": 3}, "there is no 'max_turn'; there is max_turns, max_tokens, "),
+        ("bash", {"max_turn": 3}, "there is no 'max_turn' (did you mean 'max_turns'?); there is max_turns, "),
         ("nop", {"x": 1}, "there is no 'x'; there is none at all"),
         ("replay", {}, "'path' is missing"),
         ("keys", {"columns": "80"}, "columns must be a whole number, not '80'"),

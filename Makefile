@@ -43,7 +43,7 @@ types: setup
 	scripts/types.sh
 
 test: setup engine base-image model lint types
-	$(PY) -m pytest -n 2 --dist loadgroup
+	$(PY) -m pytest -n 2
 
 bench: setup engine base-image
 	$(PY) benchmarks/oracle_rollouts.py

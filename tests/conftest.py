@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import os
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # In one process Ray keeps the first token that it was given, for every cluster that is started later.
 os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)
 
+ROOT = Path(__file__).parent.parent
 ON_THE_ENGINE = ("tests/conformance/", "tests/faults/")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run side by side (`-n 2 --dist loadgroup`), tests on the one engine stay in one process, in their order: some
-    look at all there is on it. Each other file is a group of its own."""
-    for item in items:
-        on_engine = item.get_closest_marker("docker") is not None or item.nodeid.startswith(ON_THE_ENGINE)
-        group = "engine" if on_engine else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+class OneEngine(LoadScopeScheduling):  # type: ignore[misc]
+    """Side by side (`-n 2`), tests on the one engine stay in one process, in their order: some look at all there is on
+    it. Each other file goes where there is time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "engine" if _is_on_the_engine(file) else file
+
+
+@cache
+def _is_on_the_engine(file: str) -> bool:
+    return file.startswith(ON_THE_ENGINE) or "mark.docker" in (ROOT / file).read_text(encoding="utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneEngine:
+    """See `OneEngine`."""
+    return OneEngine(config, log)

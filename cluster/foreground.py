@@ -98,10 +98,10 @@ def render(attempt: Attempt, console: Console) -> None:
             f"reward {attempt.reward.value:g} from {attempt.reward.source}  {values}", highlight=False
         )
         if attempt.outcome is not Outcome.PASSED and attempt.reward.output_tail:
-            console.rule("the verifier's output ends", style="dim")
+            console.print("--- the verifier's output ends ---", style="dim")
             console.print(escape(attempt.reward.output_tail), highlight=False, markup=True)
     if attempt.evidence is not None:
-        console.rule(f"said by {attempt.evidence.said_by}", style="dim")
+        console.print(f"--- said by {attempt.evidence.said_by} ---", style="dim")
         console.print(escape(attempt.evidence.message), highlight=False, soft_wrap=True)
         if attempt.evidence.log_tail:
             console.print(escape(attempt.evidence.log_tail), style="dim", highlight=False, soft_wrap=True)

@@ -53,10 +53,10 @@ def _headline(summary: dict[str, Any]) -> Text:
     if summary["completion_tokens"]:
         text.append(f", {summary['completion_tokens']:,} tokens sampled")
     if summary["cost_usd"] is not None:
-        text.append(f", ${summary['cost_usd']:,.2f}")
+        text.append(f", {dollars(summary['cost_usd'])}")
     for policy, budget in summary["budgets"].items():
-        spent = "an unknown part" if budget["spent_usd"] is None else f"${budget['spent_usd']:,.2f}"
-        text.append(f"\nbudget of {policy}: {spent} of ${budget['limit_usd']:,.2f} spent")
+        spent = "an unknown part" if budget["spent_usd"] is None else dollars(budget["spent_usd"])
+        text.append(f"\nbudget of {policy}: {spent} of {dollars(budget['limit_usd'])} spent")
     return text
 
 
@@ -205,3 +205,8 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def dollars(amount: float) -> str:
+    """US dollars for people: cents, or below one dollar as many digits as say something."""
+    return f"${amount:,.2f}" if amount >= 1 else f"${amount:.2g}"

@@ -152,17 +152,20 @@ def _malformed(problem: ValueError, turn: Turn) -> str:
 
 def _blocks(answer: str) -> Sequence[tuple[str, str]]:
     """Label and body of each closed fence. As in CommonMark, a fence is closed by a bare one at least as long;
-    one that stays open to the end is no block."""
+    one that stays open to the end is no block. Unlike there, a stray bare fence does not swallow a labelled block
+    behind it: small models leave such fences, and their prose must not be run."""
     blocks: list[tuple[str, str]] = []
     opening: tuple[str, str] | None = None
     body: list[str] = []
     # `splitlines` would make newlines of form feeds and others that a command may hold.
     for line in answer.replace("\r\n", "\n").split("\n"):
         fence = _FENCE.fullmatch(line)
-        if opening is None:
-            if fence:
-                opening, body = (fence[1], fence[2].strip().lower()), []
-        elif fence and not fence[2].strip() and len(fence[1]) >= len(opening[0]):
+        label = fence[2].strip().lower() if fence else ""
+        if fence and (opening is None or (not opening[1] and label in LABELS)):
+            opening, body = (fence[1], label), []
+        elif opening is None:
+            continue
+        elif fence and not label and len(fence[1]) >= len(opening[0]):
             blocks.append((opening[1], "\n".join(body)))
             opening = None
         else:

@@ -31,6 +31,7 @@ def block(*lines: str, label: str = "bash") -> str:
         ("```bash\r\nls\r\n```\r\n", Action("ls", False)),
         (f"{block('x', label='python')}\n{block('ls')}", Action("ls", False)),
         (f"{block('output', label='')}\n{block('ls')}", Action("ls", False)),
+        (f"Create it.\n```\n\nAnd run `ls`.\n{block('mkdir d')}\nDone.", Action("mkdir d", False)),
         (block("submit"), Action("", True)),
         (block("make", "", "submit", ""), Action("make", True)),
         (block("echo 'COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT'"), Action("", True)),

@@ -29,8 +29,8 @@ OVERFLOW = re.compile(
 for a prompt that leaves no room for an answer, the third that of engines before 0.9, the fourth SGLang's. The last
 two are Anthropic's."""
 
-OVERFLOW_CODE = "context_length_exceeded"
-"""OpenAI's own code for it."""
+OVERFLOW_CODES = ("context_length_exceeded", "request_too_large")
+"""OpenAI's own code for it, and Anthropic's for a request of too many bytes."""
 
 NOT_SENT = "the request has a header that HTTP cannot carry"
 """Instead of the HTTP client's own words, which hold the header, and that may be the key."""
@@ -68,8 +68,7 @@ def _error_class(error: BaseException, said: str, status: int | None) -> str:
     if isinstance(error, (ConnectionError, *_sdk_errors("APIConnectionError"))):
         return "policy_unavailable"
     refused = isinstance(error, ValueError) if status is None else status in (400, 413, 422)
-    # 413: the request itself is too large, by its bytes
-    if status == 413 or (refused and _too_long(error, said)):
+    if refused and _too_long(error, said):
         return "context_overflow"
     if status in (429, 529):
         return "rate_limited"
@@ -81,7 +80,15 @@ def _error_class(error: BaseException, said: str, status: int | None) -> str:
 
 
 def _too_long(error: BaseException, said: str) -> bool:
-    return getattr(error, "code", None) == OVERFLOW_CODE or OVERFLOW.search(said) is not None
+    """A 413 alone is not enough: a proxy on the way has limits of its own."""
+    body = getattr(error, "body", None)
+    inner = body.get("error") if isinstance(body, dict) else None
+    kind = inner.get("type") if isinstance(inner, dict) else None
+    return (
+        getattr(error, "code", None) in OVERFLOW_CODES
+        or kind in OVERFLOW_CODES
+        or bool(OVERFLOW.search(said))
+    )
 
 
 def _transport_error(error: BaseException) -> BaseException:

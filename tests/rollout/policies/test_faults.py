@@ -51,6 +51,7 @@ PROMPT = "The decoder prompt (length 9000) is longer than the maximum model leng
         (ServerError(504, "gateway timeout"), "policy_timeout"),
         (ServerError(500, "boom"), "policy_error"),
         (ServerError(401, "no key"), "policy_error"),
+        (ServerError(413, "Request Entity Too Large"), "policy_error"),
     ],
 )
 def test_failures_are_named_by_type_status_and_the_servers_word(error: Exception, error_class: str) -> None:

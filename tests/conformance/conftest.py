@@ -13,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
@@ -144,7 +145,7 @@ def docker_engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def podman_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def podman_engine() -> Iterator[Engine]:
     """A podman service of our own, with its own storage, that has the image. `ROLLCAGE_TEST_PODMAN=yes` installs
     podman where it is missing, `no` leaves it out where it is there."""
     wanted = os.environ.get("ROLLCAGE_TEST_PODMAN", "")
@@ -156,7 +157,7 @@ def podman_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         if wanted != "yes":
             pytest.skip("podman: not installed; ROLLCAGE_TEST_PODMAN=yes installs it")
         _install_podman()
-    folder = tmp_path_factory.mktemp("podman")
+    folder = Path(tempfile.mkdtemp(prefix="rc-podman-"))  # short: its sockets lie deep in it
     command, environment = _podman(folder)
     with (folder / "log").open("wb") as log:
         address = f"unix://{folder}/socket"

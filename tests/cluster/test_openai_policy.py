@@ -80,9 +80,10 @@ def test_a_model_that_the_server_does_not_have_is_named_with_those_that_it_has(u
 
 def test_a_server_that_does_not_answer_does_not_hold_back_ctrl_c() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        held = []  # else the connection is closed with its last name
 
         def interrupt() -> None:
-            silent.accept()
+            held.append(silent.accept())
             os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)

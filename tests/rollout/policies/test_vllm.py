@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,17 +132,13 @@ async def test_an_answer_past_its_time_is_a_timeout_and_the_engine_goes_on(
 
 
 async def test_an_answer_that_nobody_waits_for_is_ended_in_the_engine(engine: VllmEngine) -> None:
-    asked = [
-        asyncio.ensure_future(engine.generate([5] * 20, ENDLESS, request_id=f"left-{n}")) for n in range(12)
-    ]
-    async with asyncio.timeout(60.0):
-        while (load := await engine.load()).running < 8:
-            await engine.check()
-    assert (load.running, load.waiting, load.unfinished) == (8, 4, 12)
-    assert 0.0 < load.kv_use < 1.0
-    for request in asked:
-        request.cancel()
-    await asyncio.wait(asked)
+    async with requests(engine, 12, "left"):
+        async with asyncio.timeout(60.0):
+            while (load := await engine.load()).running < 8:
+                await engine.check()
+        assert (load.running, load.unfinished) == (8, 12)
+        assert load.waiting >= 4  # and a check's own
+        assert 0.0 < load.kv_use < 1.0
     assert (await engine.load()).running == 0
     await engine.generate([5], GREEDY, request_id="behind")
     assert engine._launched is not None
@@ -149,15 +147,25 @@ async def test_an_answer_that_nobody_waits_for_is_ended_in_the_engine(engine: Vl
 
 
 async def test_health_does_not_queue_behind_the_requests_that_wait(engine: VllmEngine) -> None:
-    asked = [
-        asyncio.ensure_future(engine.generate([5] * 20, ENDLESS, request_id=f"many-{n}")) for n in range(500)
-    ]
-    await engine.check(timeout_sec=60.0)
-    assert (await engine.load()).unfinished == len(asked)
-    for request in asked:
-        request.cancel()
-    await asyncio.wait(asked)
+    async with requests(engine, 500, "many"):
+        await engine.check(timeout_sec=60.0)
+        assert (await engine.load()).unfinished == 500
     assert (await engine.load()).unfinished == 0
+
+
+@asynccontextmanager
+async def requests(engine: VllmEngine, count: int, name: str) -> AsyncIterator[None]:
+    """So many requests that never end are under way; they are called off behind the block."""
+    asked = [
+        asyncio.ensure_future(engine.generate([5] * 20, ENDLESS, request_id=f"{name}-{n}"))
+        for n in range(count)
+    ]
+    try:
+        yield
+    finally:
+        for request in asked:
+            request.cancel()
+        await asyncio.wait(asked)
 
 
 async def test_the_prefix_cache_shows_in_the_load(engine: VllmEngine) -> None:

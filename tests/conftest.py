@@ -14,15 +14,19 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)
 
 ROOT = Path(__file__).parent.parent
+ON_VLLM = "tests/rollout/policies/"
 ON_THE_ENGINE = ("tests/conformance/", "tests/faults/")
 
 
 class OneEngine(LoadScopeScheduling):  # type: ignore[misc]
-    """Side by side (`-n 2`), tests on the one engine stay in one process, in their order: some look at all there is on
-    it. Each other file goes where there is time."""
+    """Side by side (`-n 2`), tests on the one Docker Engine stay in one process, in their order: some look at all there
+    is on it. So do those that share a vLLM engine, for the last of them kills it. Each other file goes where there is
+    time."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        if file.startswith(ON_VLLM):
+            return ON_VLLM
         return "engine" if _is_on_the_engine(file) else file
 
 

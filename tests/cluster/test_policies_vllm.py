@@ -24,7 +24,7 @@ from rollcage.rollout.trajectory import Message
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
-LONG = Sampling(temperature=1.0, max_tokens=1000, extra={"ignore_eos": True})
+LONG = Sampling(temperature=1.0, max_tokens=3000, extra={"ignore_eos": True})
 """Some seconds of the tiny model."""
 
 
@@ -119,7 +119,7 @@ async def test_rollouts_go_on_when_an_engine_is_killed_or_stopped_and_nothing_is
             engine = next(p for p in engines() if "EngineCore" in p.name())
             engine.send_signal(signum)
             for first, second in await asyncio.gather(*rollouts):
-                assert len(first.ids) == len(first.logprobs) == 1000
+                assert len(first.ids) == len(first.logprobs) == 3000
                 assert (first.version, first.version_end, second.version) == (8, 8, 8)
             assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
             await until(lambda: [replica["state"] for replica in served.status()] == ["ready"] * 2, 200)

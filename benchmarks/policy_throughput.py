@@ -144,7 +144,7 @@ def _what_was_done(run: Path, plan: JobPlan) -> Run:
 
 def _conversation(row: dict[str, Any], plan: JobPlan) -> list[dict[str, Any]]:
     """The exact prompts of a rollout, what was answered, and the seed of each turn (`TokenSession.complete`)."""
-    key = RolloutKey(plan.job, row["agent"], row["task"], row["task_digest"], row["sample"])
+    key = RolloutKey(plan.job, row["agent"], row["task"], row["task_digest"], row["sample"], row["draw"])
     seed = plan.attempt(Assignment(key, 1, "", row["attempt_id"])).sampling.seed
     assert seed is not None
     asked = []

@@ -12,7 +12,7 @@ import sys
 from contextlib import redirect_stdout
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -20,8 +20,15 @@ from rich.markup import escape
 from rollcage.cluster.cli_again import regrade, replay
 from rollcage.cluster.cli_common import DockerHost, Exit, Json, err, out
 from rollcage.cluster.cli_common import print_json as _print_json
+from rollcage.cluster.cli_export import export
 from rollcage.cluster.cli_policy import policy_app
+from rollcage.cluster.cli_report import compare, report
+from rollcage.cluster.cli_resume import compact, resume
+from rollcage.cluster.cli_stream import curriculum, stop
 from rollcage.cluster.errors import CouldNotRun, InputError
+
+if TYPE_CHECKING:
+    from rollcage.cluster.job import RunResult
 
 app = typer.Typer(
     name="rollcage",
@@ -35,8 +42,15 @@ app.add_typer(tasks_app, name="tasks")
 app.add_typer(config_app, name="config")
 app.add_typer(policy_app, name="policy")
 
+app.command()(curriculum)
+app.command()(stop)
+app.command()(resume)
+app.command()(compact)
 app.command()(replay)
 app.command()(regrade)
+app.command()(export)
+app.command()(report)
+app.command()(compare)
 
 # typer brings a click of its own, whose base class it does not export.
 UsageProblem: type[Exception] = next(
@@ -62,7 +76,9 @@ def run(
     ] = None,
     samples: Annotated[int | None, typer.Option("--samples", help="Rollouts of each task and agent.")] = None,
     concurrency: Annotated[int | None, typer.Option("--concurrency", help="Rollouts at once.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="The run directory.")] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", help="The run directory, or a URI: s3://bucket/run.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a setting of the YAML: --set a.b=c")
     ] = None,
@@ -100,6 +116,11 @@ def run(
     )
     with redirect_stdout(sys.stderr):  # Ray prints there, and so may an agent
         result = run_job(options, err)
+    end_with(result, as_json=as_json)
+
+
+def end_with(result: RunResult, *, as_json: bool) -> None:
+    """Print what came of a job, and exit with its status."""
     if as_json:
         _print_json(result.summary | {"run": str(result.run)})
     else:
@@ -202,26 +223,6 @@ def tasks_import(
             for note in report["notes"]:
                 out.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
     raise typer.Exit(Exit.BAD_INPUT if any(report["problems"] for report in reports) else Exit.DONE)
-
-
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="The run directory.")],
-    as_json: Json = False,
-) -> None:
-    """The outcome table of a run, from its files alone; also of one that is not finished."""
-    from rollcage.metrics.report import render, summarize
-    from rollcage.rollout.arrow import RunError
-    from rollcage.rollout.schema import SchemaVersionError
-
-    try:
-        summary = summarize(run)
-    except (RunError, SchemaVersionError) as error:
-        raise InputError(str(error)) from error
-    if as_json:
-        _print_json(summary)
-    else:
-        out.print(render(summary))
 
 
 @app.command()

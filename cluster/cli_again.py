@@ -11,7 +11,7 @@ import typer
 
 from rollcage.cluster.cli_common import DockerHost, Exit, Json, err, out, print_json
 
-Run = Annotated[Path, typer.Argument(help="The run directory. It is not changed.")]
+Run = Annotated[str, typer.Argument(help="The run directory, or its URI. It is not changed.")]
 Output = Annotated[Path | None, typer.Option("--output", help="The new run directory.")]
 Concurrency = Annotated[int | None, typer.Option("--concurrency", min=1, help="At once; default: the run's.")]
 
@@ -26,6 +26,9 @@ def replay(
     ] = None,
     sample: Annotated[int | None, typer.Option("--sample", help="One rollout: this sample.")] = None,
     agent: Annotated[str | None, typer.Option("--agent", help="The agent of this label.")] = None,
+    draw: Annotated[
+        int | None, typer.Option("--draw", help="Of tasks that were drawn several times: this draw.")
+    ] = None,
     output: Output = None,
     changed_tasks: Annotated[
         bool,
@@ -48,7 +51,7 @@ def replay(
 
     options = ReplayOptions(
         run,
-        Selection(rollout, task, sample, agent),
+        Selection(rollout, task, sample, agent, draw),
         output=output,
         changed_tasks=changed_tasks,
         docker_host=docker_host,

@@ -17,8 +17,8 @@ policy_app = typer.Typer(help="The policies of a job that runs.", no_args_is_hel
 RUNS = "runs"
 
 Run = Annotated[
-    Path | None,
-    typer.Option("--run", help="The run directory; default: of the one job that runs below ./runs."),
+    str | None,
+    typer.Option("--run", help="The run directory, or its URI; default: of the one job that runs below ./runs."),
 ]
 Policy = Annotated[str | None, typer.Option("--policy", help="Its name; default: the only one.")]
 

@@ -25,6 +25,7 @@ from rollcage.cluster.config_model import (
     ProxiesConfig,
     RayConfig,
     SandboxConfig,
+    StreamConfig,
 )
 from rollcage.cluster.config_policies import (
     KINDS,
@@ -66,6 +67,7 @@ __all__ = [
 PATHS = (
     ("tasks", "*"),
     ("output",),
+    ("journal",),
     ("policies", "*", "file"),
     ("policies", "*", "run"),
     ("policies", "*", "tokenizer", "?"),
@@ -124,6 +126,26 @@ def load_job(
     if path is not None and "name" not in source.data:
         stem = "".join(char if char.isalnum() or char in "._-" else "-" for char in Path(path).stem)
         source.data["name"] = stem.lstrip("._-")[:63] or "job"
+    return _checked(source)
+
+
+def changed_job(job: JobConfig, overrides: Sequence[str], options: Mapping[str, Any], file: str) -> JobConfig:
+    """A job that was recorded in `file`, changed by `options` and `overrides` as `load_job` does it; an option that is
+    None is left out. Raises `ConfigError` with all problems."""
+    source = Source(job.model_dump(mode="json"), {(): file})
+    here = Path.cwd()
+    for name, value in options.items():
+        if value is not None:
+            source.put((name,), value, f"--{name}")
+    for text in overrides:
+        source.put(*parse_override(text), f"--set {text}")
+        _long_form(source)
+    source.data = resolve_paths(source.data, (), here, PATHS)
+    _name_policy(source)
+    return _checked(source)
+
+
+def _checked(source: Source) -> JobConfig:
     try:
         config = JobConfig.model_validate(source.data)
     except ValidationError as error:
@@ -236,6 +258,14 @@ def _cross_check(config: JobConfig) -> Iterator[tuple[Where, str, str]]:
         elsewhere = isinstance(policy, RecordedPolicyConfig) and "://" in policy.run
         if isinstance(policy, RecordedPolicyConfig) and not (elsewhere or Path(policy.run).is_dir()):
             yield ("policies", name, "run"), f"there is no run {policy.run}", "name a run directory"
+    if config.journal is not None and "://" not in (config.output or ""):
+        yield ("journal",), "is for a run at a URI", "leave it out: a run on this machine holds its own"
+    if config.mode != "stream" and config.stream != StreamConfig():
+        yield (
+            ("stream",),
+            "says how a stream draws, and this job is none",
+            "add `mode: stream`, or leave it out",
+        )
     for error_class in config.retries:
         row = BY_NAME.get(error_class)
         where = ("retries", error_class)
@@ -340,6 +370,7 @@ def _remedy(key: str, model: type[BaseModel]) -> str:
         "an agent": AgentConfig,
         "a policy": VllmPolicyConfig,
         "`ray`": RayConfig,
+        "`stream`": StreamConfig,
     }
     for place, other in elsewhere.items():
         if key in other.model_fields:

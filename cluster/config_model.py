@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from rollcage.cluster.config_policies import Count, PolicyConfig, Seconds, Settings
+from rollcage.cluster.stream import MAX_LAG_GROUPS
 from rollcage.rollout.agents.base import load_agent
 from rollcage.rollout.sandbox.subnets import LEAST_RANGE_PREFIX
 
@@ -175,10 +177,44 @@ class RayConfig(Settings):
     num_cpus: Count | None = None
 
 
+class StreamConfig(Settings):
+    """A job of `mode: stream`. See docs/feed.md."""
+
+    max_lag_groups: Count = Field(
+        default=MAX_LAG_GROUPS,
+        description="Groups, begun or finished, that the slowest reader of the run has not taken yet, at most. While "
+        "nobody reads, all that there are.",
+    )
+    draws: Count | None = Field(
+        default=None,
+        description="Draws of all tasks together, each a group of every agent; None: until the trainer has enough.",
+    )
+    curriculum: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default={},
+        description="How often tasks are drawn, by name, against 1 of the others; 0: not at all. May be changed while "
+        "the job runs.",
+    )
+
+    @field_validator("curriculum", mode="before")
+    @classmethod
+    def _whole_numbers_are_weights(cls, weights: Any) -> Any:
+        if not isinstance(weights, Mapping):
+            return weights
+        return {
+            task: float(weight) if isinstance(weight, int) and not isinstance(weight, bool) else weight
+            for task, weight in weights.items()
+        }
+
+
 class JobConfig(Settings):
-    """A job: every task by every agent, `samples` times."""
+    """A job: every task by every agent, `samples` times; or, as a stream, again and again."""
 
     name: Name = "job"
+    mode: Literal["batch", "stream"] = Field(
+        default="batch",
+        description="`batch`: each task once. `stream`: tasks are drawn for as long as a trainer reads.",
+    )
+    stream: StreamConfig = StreamConfig()
     tasks: list[str] = Field(min_length=1, description="Task directories, directories of them, or globs.")
     agents: list[AgentConfig] = Field(min_length=1)
     policies: dict[Name, PolicyConfig] = Field(default={})
@@ -190,7 +226,14 @@ class JobConfig(Settings):
         default=None, description="The primary reward of a reward.json with several keys."
     )
     skip_unready: bool = Field(default=False, description="Leave out tasks whose variables are not set.")
-    output: str | None = Field(default=None, description="The run directory; None: runs/<name>-<time>.")
+    output: str | None = Field(
+        default=None,
+        description="The run directory, or a URI such as s3://bucket/run; None: runs/<name>-<time>.",
+    )
+    journal: str | None = Field(
+        default=None,
+        description="Where on this machine the journal of a run at a URI lies; None: in the user's state directory.",
+    )
     agent_timeout_sec: Seconds | None = Field(default=None, description="In the place of every task's own.")
     agent_timeout_multiplier: Factor = 1.0
     verifier_timeout_multiplier: Factor = 1.0

@@ -298,6 +298,7 @@ class RecordedPolicyConfig(Settings):
     agent: str | None = Field(
         default=None, description="The label of the agent whose answers these are; None: the run's only one."
     )
+    draw: int = Field(default=0, ge=0, description="Which draw of the tasks, of a run that drew them several times.")
     tokenizer: str | None = Field(
         default=None,
         description="A directory or Hugging Face id: what the recorded policy counted tokens with, for agents that "

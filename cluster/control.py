@@ -1,4 +1,4 @@
-"""Talking to a job that runs: new weights for its policies, and how their replicas are.
+"""Talking to a job that runs: new weights for its policies, how their replicas are, what a stream draws, and its end.
 
     from rollcage.cluster.control import policy_status, update_policy
 
@@ -22,13 +22,14 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.rollout.arrow import Location, RunError
 
 T = TypeVar("T")
 
@@ -42,6 +43,9 @@ UPDATE_SEC = 3600.0
 """How long to wait for an update: turns in flight may have to end, and a large model to load from a network disk."""
 
 STATUS_SEC = 60.0
+
+STEER_SEC = 600.0
+"""How long to wait until a job takes weights or its end: its policies may still be starting."""
 
 Replicas = Sequence[dict[str, Any]]
 """Each replica's `replica` (its number), `state`, `version`, `kv_use`, `running`, `waiting`, `sessions`, `restarts` and
@@ -123,6 +127,26 @@ async def policy_status_async(
     return await _awaited(_telling(run, policy, timeout_sec))
 
 
+def set_weights(run: str | Path, weights: Mapping[str, float], *, timeout_sec: float = STEER_SEC) -> int:
+    """Have the stream that writes `run` draw these tasks so often, relative to each other and to the rest; 0: not at
+    all. Tasks that are not named keep their weights (1 at first). Returns from which draw on, counted over all tasks.
+
+    Raises `InputError` where no job runs there, or it is no stream, and for unknown tasks, what is no weight, and where
+    nothing would be left to draw; `CouldNotRun` as `update_policy`. A trainer without Ray has
+    `rollcage.rollout.curriculum.set_weights`.
+    """
+    draw: int = _blocking(_asking(run, {"do": "weights", "weights": dict(weights)}, timeout_sec, None))[
+        "draw"
+    ]
+    return draw
+
+
+def stop_job(run: str | Path, *, timeout_sec: float = STEER_SEC) -> None:
+    """Have the job that writes `run` begin no more groups. Those that are under way end, and then the job does. Raises
+    as `update_policy`."""
+    _blocking(_asking(run, {"do": "stop"}, timeout_sec, None))
+
+
 def running_jobs(parent: str | Path) -> list[Path]:
     """The run directories below `parent` whose jobs run on this machine."""
     return sorted(
@@ -173,7 +197,7 @@ def _updating(
     on_progress: Callable[[Replicas], None] | None,
 ) -> Generator[None, None, PolicyUpdate]:
     request = {"do": "update", "policy": policy, "path": str(Path(path).absolute()), "version": version}
-    answer = yield from _asking(Path(run), request, timeout_sec, on_progress)
+    answer = yield from _asking(run, request, timeout_sec, on_progress)
     replicas = {int(number): how for number, how in answer["replicas"].items()}
     return PolicyUpdate(answer["policy"], answer["version"], answer["path"], replicas, answer["seconds"])
 
@@ -181,15 +205,31 @@ def _updating(
 def _telling(
     run: str | Path, policy: str | None, timeout_sec: float
 ) -> Generator[None, None, dict[str, PolicyStatus]]:
-    answer = yield from _asking(Path(run), {"do": "status", "policy": policy}, timeout_sec, None)
+    answer = yield from _asking(run, {"do": "status", "policy": policy}, timeout_sec, None)
     return {name: PolicyStatus(policy=name, **status) for name, status in answer["policies"].items()}
 
 
+def _home(run: str | Path) -> Path:
+    """Where a job has its folder: in the run itself, and of a run elsewhere in its journal's directory. Raises
+    `InputError` where that cannot be read."""
+    if "://" not in str(run):
+        return Path(run)
+    try:
+        location = Location(run)
+        job = location.read_json("job.json") or {}
+    except (RunError, OSError) as error:
+        raise InputError(str(error)) from error
+    return Path(job.get("config", {}).get("journal") or location.here)
+
+
 def _asking(
-    run: Path, request: dict[str, Any], timeout_sec: float, on_progress: Callable[[Replicas], None] | None
+    run: str | Path,
+    request: dict[str, Any],
+    timeout_sec: float,
+    on_progress: Callable[[Replicas], None] | None,
 ) -> Generator[None, None, dict[str, Any]]:
     """Ask, and return the answer. Whoever drives this waits where it yields; closed, it takes the request back."""
-    control, name = run / FOLDER, f"{time.time_ns()}-{secrets.token_hex(4)}"
+    control, name = _home(run) / FOLDER, f"{time.time_ns()}-{secrets.token_hex(4)}"
     asked, answered = control / f"{name}{REQUEST}", control / f"{name}{ANSWER}"
     deadline = time.monotonic() + timeout_sec
     try:
@@ -220,7 +260,7 @@ def _asking(
                 file.unlink()
 
 
-def _too_late(run: Path, asked: Path, timeout_sec: float) -> str:
+def _too_late(run: str | Path, asked: Path, timeout_sec: float) -> str:
     said = f"the job of {run} did not answer within {timeout_sec:g} s"
     try:
         asked.unlink()
@@ -229,12 +269,13 @@ def _too_late(run: Path, asked: Path, timeout_sec: float) -> str:
     return f"{said}: it had not begun, and will not; its policies may still be starting"
 
 
-def _not_running(run: Path) -> str:
-    if not run.is_dir():
+def _not_running(run: str | Path) -> str:
+    location = Location(run)
+    if location.local and not location.local.is_dir():
         return f"there is no run directory {run}"
-    if (run / "summary.json").exists():
+    if location.is_there(f"{location.path}/summary.json"):
         return f"the job of {run} has ended"
-    if not (run / "job.json").exists():
+    if not location.is_there(f"{location.path}/job.json"):
         return f"{run} is no run directory: it has no job.json"
     return f"no job runs in {run}: it was ended without having finished"
 

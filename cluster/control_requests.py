@@ -22,8 +22,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rollcage.cluster.config_policies import Settings
 from rollcage.cluster.control import ALIVE, ANSWER, FOLDER, POLL_SEC, REQUEST, write_json
 
-MOST_BYTES = 64 << 10
-"""Of a request: a path and a number."""
+MOST_BYTES = 16 << 20
+"""Of a request: a path and a number, or the weights of a hundred thousand tasks."""
 
 PROGRESS_SEC = 0.5
 """Between two accounts of an update that is under way."""
@@ -51,6 +51,27 @@ class UpdateRequest(Settings):
     version: int = Field(ge=0)
 
 
+class Steered(Protocol):
+    """What is needed of a driver here."""
+
+    async def set_weights(self, weights: Mapping[str, float]) -> int: ...
+
+    def finish(self) -> None: ...
+
+
+class WeightsRequest(Settings):
+    """See `control.set_weights`."""
+
+    do: Literal["weights"]
+    weights: dict[str, Any]
+
+
+class StopRequest(Settings):
+    """See `control.stop_job`."""
+
+    do: Literal["stop"]
+
+
 class StatusRequest(Settings):
     """See `policy_status`."""
 
@@ -58,7 +79,7 @@ class StatusRequest(Settings):
     policy: str | None = None
 
 
-Request = UpdateRequest | StatusRequest
+Request = UpdateRequest | StatusRequest | WeightsRequest | StopRequest
 
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="do")])
 
@@ -107,6 +128,7 @@ class JobControl:
         self._folder = folder
         self._say = say
         self._policies: Mapping[str, Updated] = {}
+        self._driver: Steered | None = None
         self._not_yet = "the policies of this job are starting"
         self._done: set[str] = set()
         """Requests that could not be removed, and are not to be answered twice."""
@@ -126,6 +148,10 @@ class JobControl:
                 task.cancel()
             if self._work:
                 await asyncio.wait(self._work)
+
+    def steers(self, driver: Steered) -> None:
+        """From now on requests about what the job draws, and its end, go to this driver."""
+        self._driver = driver
 
     async def watch(self) -> None:
         """Answer requests for ever."""
@@ -151,7 +177,7 @@ class JobControl:
             self._removed(path)
             self._answer(answered, {"state": "refused", "error": f"{path}: {error}"})
             return
-        if self._not_yet and isinstance(request, UpdateRequest):
+        if self._not_yet and not isinstance(request, StatusRequest):
             return
         if not self._removed(path):
             return  # whoever asked has taken it back
@@ -175,9 +201,20 @@ class JobControl:
             if isinstance(request, StatusRequest):
                 named = self._policies if request.policy is None else dict([self._named(request.policy)])
                 return {"state": "done", "policies": {name: _status(one) for name, one in named.items()}}
+            if isinstance(request, WeightsRequest | StopRequest):
+                return await self._steer(request)
             return await self._update(answered, request)
         except (Refused, ValueError) as error:
             return {"state": "refused", "error": str(error)}
+
+    async def _steer(self, request: WeightsRequest | StopRequest) -> dict[str, Any]:
+        if self._driver is None:
+            raise Refused("this job is not steered")
+        if isinstance(request, WeightsRequest):
+            return {"state": "done", "draw": await self._driver.set_weights(request.weights)}
+        self._say("asked to stop: no more groups are begun; those under way end")
+        self._driver.finish()
+        return {"state": "done"}
 
     async def _update(self, answered: Path, request: UpdateRequest) -> dict[str, Any]:
         name, policy = self._named(request.policy)

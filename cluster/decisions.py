@@ -17,12 +17,13 @@ class TaskKey(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """All samples of one task by one agent of one job."""
+    """All samples of one draw of a task by one agent of one job."""
 
     job: str
     agent: str
     task: str
     task_digest: str
+    draw: int = 0
 
 
 class RolloutKey(NamedTuple):
@@ -33,11 +34,17 @@ class RolloutKey(NamedTuple):
     task: str
     task_digest: str
     sample: int
+    draw: int = 0
 
     @property
     def group(self) -> GroupKey:
         """The group that it belongs to."""
-        return GroupKey(*self[:4])
+        return GroupKey(*self[:4], self.draw)
+
+    @property
+    def place(self) -> tuple[str, str, int, int]:
+        """What tells it from the job's others: agent, task, draw, sample."""
+        return self.agent, self.task, self.draw, self.sample
 
     @property
     def task_key(self) -> TaskKey:

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from rollcage.cluster.decisions import Assignment, Preparation, RolloutEnd, RolloutKey, TaskKey
+from rollcage.cluster.drawing import Drawing
 from rollcage.cluster.host import HostClient, HostLost, Prepared
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import JobPlan
@@ -91,7 +92,11 @@ class Driver:
             seed=plan.seed,
             retries=plan.retries,
             build_slots=plan.build_slots,
+            earlier=plan.earlier,
         )
+        self._drawing = None if plan.stream is None else Drawing(plan, ledger.location, progress.say)
+        if self._drawing is not None:
+            self._drawing.committed = ledger.committed
         self._group_size = {agent.label: agent.samples for agent in plan.agents}
         self._last: dict[RolloutKey, Attempt] = {}
         self._evidence: dict[TaskKey, Evidence] = {
@@ -117,13 +122,18 @@ class Driver:
             for broken in self._plan.broken:
                 self._scheduler.quarantine(broken.key, broken.error_class)
             self._check_quarantined()
-            steering = asyncio.create_task(self._steer())
-            steering.add_done_callback(self._done)
+            beside = [asyncio.create_task(self._steer())]
+            if self._drawing is not None:
+                await self._drawing.begin()
+                beside.append(asyncio.create_task(self._drawing.watch(self._changed.set)))
+            for task in beside:
+                task.add_done_callback(self._done)
             try:
                 await self._loop()
             finally:
-                steering.cancel()
-                await asyncio.wait({steering})
+                for task in beside:
+                    task.cancel()
+                await asyncio.wait(beside)
         finally:
             await self._close()
 
@@ -131,7 +141,7 @@ class Driver:
         """Take no more rollouts. Called again: cancel those that run, too. From the event loop's thread."""
         self._stopping += 1
         if self._stopping == 1:
-            self._scheduler.cancel(time.monotonic())
+            self._call_off()
             self._grace = asyncio.get_running_loop().call_later(GRACE_SEC, self._cancel)
         else:
             self._cancel()
@@ -142,8 +152,28 @@ class Driver:
         Changes nothing where the job stops already."""
         if not self._stopping:
             self._stopping = 1
-            self._scheduler.cancel(time.monotonic())
+            self._call_off()
             self._changed.set()
+
+    def finish(self) -> None:
+        """Begin no more groups, and let those that are under way end, retries too: what is written is whole. The others
+        have never been, so that a resumed job begins them."""
+        if self._drawing is not None:
+            self._drawing.end()
+        self._scheduler.withdraw(time.monotonic())
+        self._changed.set()
+
+    async def set_weights(self, weights: Mapping[str, float]) -> int:
+        """Have a stream draw these tasks so often; returns from which draw on. Raises `ValueError` and `OSError`."""
+        if self._drawing is None:
+            raise ValueError("this job draws each task once: only `mode: stream` has weights")
+        return await self._drawing.set_weights(weights)
+
+    def _call_off(self) -> None:
+        if self._drawing is not None:
+            self._drawing.end()
+            self._scheduler.withdraw(time.monotonic())
+        self._scheduler.cancel(time.monotonic())
 
     # The loop
 
@@ -153,11 +183,14 @@ class Driver:
             if self._failure is not None:
                 raise self._failure
             self._decide()
+            if self._drawing is not None:
+                self._drawing.fill(self._scheduler, time.monotonic())
+                self._decide()
             await self._settle()
-            if self._scheduler.done:
+            if self._scheduler.done and (self._drawing is None or self._drawing.ended):
                 return
             if self._hosts.keys() <= self._lost and not self._work:
-                self._scheduler.cancel(time.monotonic())
+                self._call_off()
                 await self._settle()
                 raise HostLost("every host is lost and none could be had in its place")
             due = self._scheduler.wake_at()
@@ -365,7 +398,9 @@ class Driver:
         while ends := self._scheduler.finished():
             groups = self._scheduler.groups_done()
             await asyncio.gather(*(self._write(end) for end in ends))
-            await asyncio.gather(*(self._ledger.commit_group(group.agent, group.task) for group in groups))
+            await asyncio.gather(
+                *(self._ledger.commit_group(group.agent, group.task, group.draw) for group in groups)
+            )
 
     async def _write(self, end: RolloutEnd) -> None:
         attempt = self._last.pop(end.key, None)
@@ -393,6 +428,8 @@ class Driver:
 
     def _quarantined(self, task: TaskKey, error_class: str | None, evidence: Evidence | None) -> None:
         self._evidence[task] = evidence or Evidence()
+        if self._drawing is not None:
+            self._drawing.drop(task.name)
         first = self._evidence[task].message.partition("\n")[0][:300]
         infra = error_class is not None and BY_NAME[error_class].domain is Domain.INFRA
         word = "given up" if infra else "quarantined"

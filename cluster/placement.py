@@ -21,11 +21,12 @@ STRANDED, FRESH = 0, 1
 
 
 class Placement:
-    """The hosts' queues. `rollouts`, `groups` and `tasks` are the scheduler's own lists, filled by it."""
+    """The hosts' queues. `rollouts`, `groups` and `tasks` are the scheduler's own: what has not ended, by index and
+    order, and every task; filled by it."""
 
     def __init__(self, *, open_limit: int, ahead_limit: int, build_slots: int) -> None:
-        self.rollouts: list[RolloutState] = []
-        self.groups: list[GroupState] = []
+        self.rollouts: dict[int, RolloutState] = {}
+        self.groups: dict[int, GroupState] = {}
         self.tasks: list[TaskState] = []
         self.hosts: dict[str, Host] = {}
         self.open_groups = 0
@@ -83,6 +84,11 @@ class Placement:
             task.queued = rank
             heappush(self._needy, (rank, task.order))
 
+    def offer(self, group: GroupState) -> None:
+        """Have an unopened group wait for every host that is ready for its task."""
+        for host in group.task.ready:
+            heappush(host.fresh, group.order)
+
     # Hosts
 
     def set_host(self, name: str, capacity: int) -> None:
@@ -104,7 +110,7 @@ class Placement:
         if host.capacity > 0:
             task.ready.add(host)
             host.ready.add(task)
-            for group in task.groups:
+            for group in task.groups.values():
                 if group.opened is None:
                     heappush(host.fresh, group.order)
             for rollout in _waiting(task):
@@ -116,12 +122,12 @@ class Placement:
         """Tasks of the next rollouts that wait for the host, `limit` at most."""
         found: list[TaskKey] = []
         for _, _, attempts, index in smallest(host.open, limit * STALE):
-            rollout = self.rollouts[index]
-            if rollout.state is State.WAITING and rollout.attempts == attempts:
+            rollout = self.rollouts.get(index)
+            if rollout is not None and rollout.state is State.WAITING and rollout.attempts == attempts:
                 found.append(rollout.group.task.key)
         for order in smallest(host.fresh, limit) if self.open_groups < self._open_limit else ():
-            group = self.groups[order]
-            if group.opened is None:
+            group = self.groups.get(order)
+            if group is not None and group.opened is None:
                 found += [group.task.key] * min(group.unended, limit)
         return found[:limit]
 
@@ -271,7 +277,7 @@ def _queue(rollout: RolloutState, host: Host) -> None:
 
 def _waiting(task: TaskState) -> Iterator[RolloutState]:
     """Waiting rollouts of the task's open groups."""
-    for group in task.groups:
+    for group in task.groups.values():
         if group.opened is not None and group.unended:
             for rollout in group.rollouts:
                 if rollout.state is State.WAITING:

@@ -13,6 +13,8 @@ from rollcage.cluster.decisions import TaskKey
 from rollcage.cluster.errors import InputError
 from rollcage.cluster.host import HostSpec
 from rollcage.cluster.plan import AgentPlan, BrokenTask, JobPlan
+from rollcage.cluster.stream import StreamPlan
+from rollcage.rollout.curriculum import check_weights
 from rollcage.rollout.outcome import Evidence
 from rollcage.rollout.policies.base import Policy, Sampling
 from rollcage.rollout.sandbox.pool import SandboxSettings
@@ -72,7 +74,20 @@ def make_plan(
         agent_timeout_sec=config.agent_timeout_sec,
         agent_timeout_multiplier=config.agent_timeout_multiplier,
         pass_threshold=config.pass_threshold,
+        stream=_stream(config, [key.name for key in tasks] + [task.key.name for task in broken]),
     )
+
+
+def _stream(config: JobConfig, names: Sequence[str]) -> StreamPlan | None:
+    """What a stream is to draw. Raises `InputError` for weights that cannot be."""
+    if config.mode != "stream":
+        return None
+    stream = config.stream
+    try:
+        check_weights(dict.fromkeys(names, 1.0), stream.curriculum)
+    except ValueError as error:
+        raise InputError(f"stream.curriculum: {error}") from error
+    return StreamPlan(stream.max_lag_groups, stream.draws, stream.curriculum)
 
 
 def warm_sandboxes(config: JobConfig) -> int:

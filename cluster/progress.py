@@ -21,10 +21,10 @@ _COLOURS = {"passed": "green", "failed": "yellow", "invalid": "red", "cancelled"
 
 class JobProgress:
     """Counts what ends and shows it on `console` (standard error, so that `--json` stays clean). What it is told to
-    say goes through `redact`."""
+    say goes through `redact`. `total` is None where there is no end in sight."""
 
     def __init__(
-        self, total: int, console: Console, redact: Callable[[str], str] = lambda text: text
+        self, total: int | None, console: Console, redact: Callable[[str], str] = lambda text: text
     ) -> None:
         self.redact = redact
         self._console = console
@@ -76,8 +76,9 @@ class JobProgress:
         )
         if not self._console.is_terminal and (now - self._last_line >= LINE_SEC or done == self._total):
             self._last_line = now
+            of = "" if self._total is None else f"/{self._total}"
             self._console.print(
-                f"{done}/{self._total} rollouts, {self._counts(in_flight, preparing, now, markup=False)}",
+                f"{done}{of} rollouts, {self._counts(in_flight, preparing, now, markup=False)}",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,

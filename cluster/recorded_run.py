@@ -25,8 +25,9 @@ from rollcage.cluster.plan_tasks import make_plan
 from rollcage.rollout.arrow import Location, RunError, read_attempts, read_batches
 from rollcage.rollout.kept_states import PASSED
 from rollcage.rollout.schema import SchemaVersionError
+from rollcage.rollout.task import Task
 
-KEY = ("agent", "task", "sample")
+KEY = ("agent", "task", "draw", "sample")
 
 MOST_NAMED = 10
 """Rollouts, or tasks, that a message names."""
@@ -45,47 +46,60 @@ class RecordedTask:
 class RecordedRun:
     """`job` is what `job.json` holds, `config` the job's settings in it."""
 
-    path: Path
+    location: Location
     job: Mapping[str, Any]
     config: JobConfig
     tasks: Mapping[str, RecordedTask]
+
+    @property
+    def path(self) -> str:
+        """An absolute path, or a URI."""
+        return self.location.path if self.location.local else self.location.name
 
     def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The ended rollouts, one dictionary each, in the order in which they were written. Raises as `batches`."""
         for batch in self.batches((*KEY, *columns)):
             yield from batch.to_pylist()
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """The same as Arrow. Raises `InputError` where the run's files cannot be read."""
+    def batches(
+        self, columns: Sequence[str] | None = None, table: str = "rollouts"
+    ) -> Iterator[pa.RecordBatch]:
+        """The same as Arrow, or the attempts. Raises `InputError` where the run's files cannot be read."""
         try:
-            yield from read_batches(self.path, "rollouts", columns)
+            yield from read_batches(self.location, table, columns)
         except (RunError, SchemaVersionError, pa.ArrowException) as error:
             raise InputError(str(error)) from error
 
 
-def open_run(path: Path) -> RecordedRun:
-    """Raises `InputError` where there is no run, or none that this version can do again."""
-    location = Location.of(path)
+def open_run(path: str | Path, journal: Path | None = None) -> RecordedRun:
+    """`journal`: of a run at a URI, where that is not what its job says, nor the default. Raises `InputError` where
+    there is no run, or none that this version can do again."""
     try:
+        location = Location(path)
         job = location.read_json("job.json") if location.exists() else None
         if job is None:
             raise InputError(f"{path}: there is no run here with a job.json")
         config = JobConfig.model_validate(job["config"])
+        if location.local is None and (place := journal or config.journal) is not None:
+            location = Location(path, journal=place)
         tasks = {
             task["task"]: RecordedTask(task["task"], task["digest"], task["path"]) for task in job["tasks"]
         }
+    except (RunError, OSError) as error:
+        raise InputError(str(error)) from error
     except (ValidationError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}/job.json is not of a job that this version can do again: {error}"
         ) from error
-    return RecordedRun(Path(os.path.abspath(path)), job, config, tasks)
+    return RecordedRun(location, job, config, tasks)
 
 
 def check_output(run: RecordedRun, output: Path | None) -> None:
     """Raise `InputError` where a new run may not be written to `output`, before anything is begun."""
     if output is None:
         return
-    if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(run.path)):
+    inside = Path(os.path.realpath(output)).is_relative_to(os.path.realpath(run.path))
+    if inside and run.location.local:
         raise InputError(
             f"--output {output} is in the run itself, which is not changed: name another directory"
         )
@@ -95,7 +109,7 @@ def check_output(run: RecordedRun, output: Path | None) -> None:
         raise InputError(f"--output {output} holds a run already: name another directory")
 
 
-def kept_states(run: Path) -> str:
+def kept_states(run: str | Path | Location) -> str:
     """How many of a run's rollouts have a saved state, and why the others have none; for people."""
     kept, reasons = 0, Counter[str]()
     for batch in read_batches(run, "rollouts", ("extra",)):
@@ -120,13 +134,22 @@ def plan_again(run: RecordedRun, config: JobConfig, names: Sequence[str]) -> Job
     if plan.broken:
         said = "\n".join(f"{broken.key.name}: {broken.evidence.message}" for broken in plan.broken)
         raise InputError(f"tasks of the run cannot be loaded any more:\n{said}")
-    names_by_path = {os.path.realpath(task.path): task.name for task in wanted}
-    tasks = {}
-    for task in plan.tasks.values():
-        name = names_by_path.get(os.path.realpath(task.path))
-        if name is not None:
-            tasks[TaskKey(name, task.digest)] = replace(task, name=name)
-    return replace(plan, tasks=tasks)
+    plan, known = renamed(run, plan), {task.name for task in wanted}
+    tasks = {key: task for key, task in plan.tasks.items() if key.name in known}
+    return replace(plan, tasks=tasks, stream=None)
+
+
+def renamed(run: RecordedRun, plan: JobPlan) -> JobPlan:
+    """The plan with the run's tasks under the names that they have there. Raises `InputError` where another task has
+    such a name."""
+    by_path = {os.path.realpath(task.path): task.name for task in run.tasks.values() if task.path}
+    tasks: dict[str, Task] = {}
+    for key, task in plan.tasks.items():
+        name = by_path.get(os.path.realpath(task.path), key.name)
+        if name in tasks:
+            raise InputError(f"two tasks are called {name}: {tasks[name].path} and {task.path} (rename one)")
+        tasks[name] = replace(task, name=name)
+    return replace(plan, tasks={TaskKey(name, task.digest): task for name, task in tasks.items()})
 
 
 def changed_tasks(run: RecordedRun, plan: JobPlan) -> list[str]:
@@ -136,13 +159,15 @@ def changed_tasks(run: RecordedRun, plan: JobPlan) -> list[str]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rollouts of a run are meant. `rollout`: the id of an attempt, as the run's files have it, or
-    `task#sample`. `task`: a name or a pattern of names (fnmatch). None: any."""
+    """Which rollouts of a run are meant. `rollout`: the id of an attempt, as the run's files have it, or a name of
+    `called`. `task`: a name or a pattern of names (fnmatch). `draw`: of a task that was drawn several times. None:
+    any."""
 
     rollout: str | None = None
     task: str | None = None
     sample: int | None = None
     agent: str | None = None
+    draw: int | None = None
 
     @property
     def is_one(self) -> bool:
@@ -151,9 +176,10 @@ class Selection:
 
     def takes(self, row: Mapping[str, Any]) -> bool:
         """`row` has `attempt_id` beside the key."""
-        named = self.rollout in (None, row["attempt_id"], f"{row['task']}#{row['sample']}")
+        named = self.rollout in (None, row["attempt_id"], called(row))
         task = self.task is None or row["task"] == self.task or fnmatchcase(row["task"], self.task)
-        return named and task and self.sample in (None, row["sample"]) and self.agent in (None, row["agent"])
+        numbers = self.sample in (None, row["sample"]) and self.draw in (None, row["draw"])
+        return named and task and numbers and self.agent in (None, row["agent"])
 
 
 def select(run: RecordedRun, selection: Selection, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,14 +189,16 @@ def select(run: RecordedRun, selection: Selection, rows: Sequence[dict[str, Any]
         raise InputError(_nothing(run, selection, rows))
     if selection.is_one and len(found) > 1:
         names = [f"{called(row)} by {row['agent']}: {row['attempt_id']}" for row in found]
-        raise InputError(f"{len(found)} rollouts are meant: choose one with --rollout, --task, --sample, --agent:\n  "
-                         + shortened(names))  # fmt: skip
+        options = "--rollout, --task, --draw, --sample, --agent"
+        said = f"{len(found)} rollouts are meant: choose one with {options}:\n  "
+        raise InputError(said + shortened(names))
     return found
 
 
 def called(row: Mapping[str, Any]) -> str:
-    """A rollout as messages name it, and `--rollout` takes it."""
-    return f"{row['task']}#{row['sample']}"
+    """A rollout as messages name it, and `--rollout` takes it: `task#sample`, or `task#draw.sample` behind the first
+    draw."""
+    return f"{row['task']}#{row['draw']}.{row['sample']}" if row["draw"] else f"{row['task']}#{row['sample']}"
 
 
 def shortened(names: Sequence[str], between: str = "\n  ") -> str:
@@ -182,7 +210,7 @@ def shortened(names: Sequence[str], between: str = "\n  ") -> str:
 def _nothing(run: RecordedRun, selection: Selection, rows: Sequence[Mapping[str, Any]]) -> str:
     if selection.rollout is not None:
         try:
-            attempts = read_attempts(run.path, ("attempt_id", "agent", "task", "sample")).to_pylist()
+            attempts = read_attempts(run.location, ("attempt_id", *KEY)).to_pylist()
         except RunError as error:
             raise InputError(str(error)) from error
         for row in attempts:

@@ -38,6 +38,7 @@ def own_record(
         task=key.task,
         task_digest=key.task_digest,
         sample=key.sample,
+        draw=key.draw,
         number=number,
         agent=key.agent,
         policy=policy or "",

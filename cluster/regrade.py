@@ -30,6 +30,7 @@ from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import host_spec
 from rollcage.cluster.recorded_run import (
+    KEY,
     RecordedRun,
     Selection,
     called,
@@ -61,7 +62,7 @@ TRIES = 2
 class RegradeOptions:
     """What the command line says. `task`: a name or a pattern. `docker_host`, `concurrency` None: the run's."""
 
-    run: Path
+    run: Path | str
     task: str | None = None
     output: Path | None = None
     changed_environment: bool = False
@@ -147,8 +148,8 @@ class _Regrade:
         self._ledger = ledger
         self._result = result
         self._rows = rows
-        self._meant = {(row["agent"], row["task"], row["sample"]) for row in rows}
-        self._left = Counter((row["agent"], row["task"]) for row in rows)
+        self._meant = {tuple(row[name] for name in KEY) for row in rows}
+        self._left = Counter((row["agent"], row["task"], row["draw"]) for row in rows)
         self._images: frozenset[str] = frozenset()
 
     async def run(self, host: SandboxHost, console: Console, *, changed_environment: bool) -> None:
@@ -206,7 +207,7 @@ class _Regrade:
         async with asyncio.TaskGroup() as group:
             for batch in self._run.batches():
                 for index in range(batch.num_rows):
-                    key = tuple(batch[name][index].as_py() for name in ("agent", "task", "sample"))
+                    key = tuple(batch[name][index].as_py() for name in KEY)
                     if key in self._meant:
                         await slots.acquire()
                         row = (await asyncio.to_thread(batch.slice(index, 1).to_pylist))[0]
@@ -235,7 +236,7 @@ class _Regrade:
         if new.attempt_id:
             await self._ledger.record_attempt(new)
         await self._ledger.record_rollout(new, row["attempts"], row["group_size"])
-        group = (old.agent, old.task)
+        group = (old.agent, old.task, old.draw)
         self._left[group] -= 1
         if not self._left[group]:
             await self._ledger.commit_group(*group)
@@ -253,7 +254,7 @@ class _Regrade:
         key = next(key for key in self._plan.tasks if key.name == old.task)
         for _ in range(TRIES):
             name = f"regrade-{uuid.uuid4().hex[:12]}"
-            rollout = RolloutKey(self._plan.job, old.agent, *key, old.sample)
+            rollout = RolloutKey(self._plan.job, old.agent, *key, old.sample, old.draw)
             spec = self._plan.attempt(Assignment(rollout, old.number, host.name, name))
             new = await host.regrade(old, spec, state["images"])
             if new is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from rich.console import Console
 
+from rollcage.cluster.client_policies import model_path
 from rollcage.cluster.config import JobConfig, PolicyConfig
 from rollcage.cluster.config_model import KeepStates
 from rollcage.cluster.config_policies import (
@@ -29,9 +30,10 @@ from rollcage.cluster.config_policies import (
 )
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.foreground import run_one
-from rollcage.cluster.job import RunResult, model_path, run_plan
+from rollcage.cluster.job import RunResult, run_plan
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.recorded_run import (
+    KEY,
     RecordedRun,
     Selection,
     called,
@@ -56,7 +58,7 @@ class ReplayOptions:
     """What the command line says. `docker_host`, `concurrency` None: the run's. `address`: of a Ray cluster, None:
     Ray is started here."""
 
-    run: Path
+    run: Path | str
     selection: Selection
     output: Path | None = None
     changed_tasks: bool = False
@@ -100,14 +102,15 @@ def replay(options: ReplayOptions, console: Console, show: Callable[[Attempt], N
     check_output(run, options.output)
     rows = [row for row in run.rows(_COLUMNS) if row["attempt_id"]]
     chosen = select(run, options.selection, rows)
-    config = _config(run, options, {row["agent"] for row in chosen}, console)
+    draw = _draw(chosen)
+    config = _config(run, options, {row["agent"] for row in chosen}, draw, console)
     plan = plan_again(run, config, [row["task"] for row in chosen])
     if (changed := changed_tasks(run, plan)) and not options.changed_tasks:
         raise InputError(
             "tasks are not those that the run was made with; --changed-tasks replays on them as they are now:\n  "
             + shortened(changed)
         )
-    plan = replace(plan, chosen=frozenset((row["agent"], row["task"], row["sample"]) for row in chosen))
+    plan = replace(plan, chosen=frozenset(tuple(row[name] for name in KEY) for row in chosen))
     if len(chosen) == 1 and options.selection.is_one and options.output is None:
         [row] = chosen
         attempt = run_one(config, _narrowed(plan, row), row["sample"], keep=False, console=console, show=show)
@@ -116,7 +119,7 @@ def replay(options: ReplayOptions, console: Console, show: Callable[[Attempt], N
         config = config.model_copy(update={"name": f"{config.name}-replay"})
     about = {"replay_of": {"run": str(run.path), "job": run.job.get("job")}}
     result = run_plan(config, plan, console, about=about)
-    new = read_rollouts(result.run, ("agent", "task", "sample", *_COLUMNS, "extra")).to_pylist()
+    new = read_rollouts(result.run, (*KEY, *_COLUMNS, "extra")).to_pylist()
     return Replayed(compare(chosen, new), result=result)
 
 
@@ -125,11 +128,11 @@ def compare(recorded: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[st
     `diverged`: another message, or other turns. `without_policy`: nothing to compare but the outcome. `unserved`: the
     replay ended before its first turn. `outcomes_agree` counts those of the same outcome and error class; `others` has
     the rest, and the diverged."""
-    now = {(row["agent"], row["task"], row["sample"]): row for row in replayed}
+    now = {tuple(row[name] for name in KEY): row for row in replayed}
     counts: Counter[str] = Counter(identical=0, diverged=0, without_policy=0, unserved=0)
     agree, others = 0, []
     for row in recorded:
-        new = now.get((row["agent"], row["task"], row["sample"]))
+        new = now.get(tuple(row[name] for name in KEY))
         note = json.loads(new["extra"]).get("replay") if new is not None else None
         word = _word(note)
         counts[word] += 1
@@ -176,7 +179,21 @@ def render_comparison(comparison: Mapping[str, Any], console: Console) -> None:
             )
 
 
-def _config(run: RecordedRun, options: ReplayOptions, agents: set[str], console: Console) -> JobConfig:
+def _draw(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The draw that the rows are of: a session's answers are found by task and sample. Raises `InputError` for rows of
+    several."""
+    draws = sorted({row["draw"] for row in rows})
+    if len(draws) > 1:
+        raise InputError(
+            f"these rollouts are of {len(draws)} draws of their tasks, and one at a time can be replayed: choose it "
+            f"with --draw ({shortened(list(map(str, draws)), ', ')})"
+        )
+    return int(draws[0])
+
+
+def _config(
+    run: RecordedRun, options: ReplayOptions, agents: set[str], draw: int, console: Console
+) -> JobConfig:
     """The run's job, with the recorded answers for policies, and the agents that are selected. Raises `InputError`
     where one of these cannot be made any more."""
     old = run.config
@@ -195,6 +212,7 @@ def _config(run: RecordedRun, options: ReplayOptions, agents: set[str], console:
                 kind="recorded",
                 run=str(run.path),
                 agent=agent.called,
+                draw=draw,
                 tokenizer=_tokenizer(old.policies[named], console),
                 sampling=old.policies[named].sampling,
             )
@@ -260,6 +278,7 @@ def _as_row(attempt: Attempt) -> dict[str, Any]:
     return {
         "agent": attempt.agent,
         "task": attempt.task,
+        "draw": attempt.draw,
         "sample": attempt.sample,
         **verdict_of(attempt),
         "turn_count": len(turns),

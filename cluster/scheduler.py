@@ -18,6 +18,8 @@ Invariants:
   would have had to wait ends `invalid` with the quarantine's class.
 - Open groups go before new ones, the one opened first before the others, so retries of an old group come first.
   At most `open_groups` are open, so an outage burns the budgets of those and not of the whole job.
+- What has ended is forgotten, so that a stream, to which groups are added for ever (`add`), costs the memory of what
+  has not, of its tasks, and of the last `REMEMBERED` rollouts.
 - Given what each attempt gives, a rollout's outcome does not depend on the order in which attempts end, except
   where a quarantine saves attempts.
 
@@ -26,10 +28,11 @@ A decision costs O(log rollouts + hosts).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
+from itertools import count
 from types import MappingProxyType
 
 from rollcage.cluster.decisions import (
@@ -63,6 +66,11 @@ __all__ = [
 
 BUILD_SLOTS = 2
 """Preparations at once on one host: a build is mostly one busy core and one busy disk."""
+
+
+REMEMBERED = 10_000
+"""Rollouts that have ended and are still known, so that a second report about an attempt is told from one about an
+attempt that was never dispatched."""
 
 
 class Scheduler:
@@ -99,6 +107,11 @@ class Scheduler:
         self._retries = Retries(retries, seed=seed)
         self._now = float("-inf")
         self._by_id: dict[str, RolloutState] = {}
+        self._live: dict[GroupKey, GroupState] = {}
+        self._forgotten: OrderedDict[str, int] = OrderedDict()
+        """Attempts of the last rollouts that ended, by id."""
+        self._rollouts = self._groups = 0
+        self._indices, self._orders = count(), count()
         self._tasks: dict[TaskKey, TaskState] = {}
         self._in_flight: dict[str, RolloutState] = {}
         self._preparing: dict[str, tuple[TaskState, Host]] = {}
@@ -115,32 +128,48 @@ class Scheduler:
             self._placement.set_host(name, capacity)
 
     def _take_in(self, rollouts: Iterable[RolloutKey], earlier: Mapping[RolloutKey, Sequence[str]]) -> None:
-        place = self._placement
+        given = list(rollouts)
+        keys = {_rollout_id(key): key for key in given}
+        if len(keys) < len(given):
+            raise ValueError(f"this rollout was given twice: {Counter(given).most_common(1)[0][0]}")
+        for id_, key in keys.items():
+            if key.group in self._live or id_ in self._forgotten:
+                raise ValueError(f"this rollout, or its group, was given before: {key}")
         groups: dict[GroupKey, GroupState] = {}
-        for key in rollouts:
+        for id_, key in keys.items():
             group = groups.get(key.group)
             if group is None:
-                task = self._tasks.get(key.task_key)
-                if task is None:
-                    task = self._tasks[key.task_key] = TaskState(key.task_key, len(place.tasks))
-                    place.tasks.append(task)
-                group = groups[key.group] = GroupState(key.group, len(place.groups), task)
-                place.groups.append(group)
-                task.groups.append(group)
-            rollout = RolloutState(key, _rollout_id(key), len(place.rollouts), len(group.rollouts), group)
-            if rollout.id in self._by_id:
-                raise ValueError(f"this rollout was given twice: {key}")
+                group = groups[key.group] = GroupState(
+                    key.group, next(self._orders), self._task(key.task_key)
+                )
+                self._groups += 1
+            rollout = RolloutState(key, id_, next(self._indices), len(group.rollouts), group)
+            self._rollouts += 1
             for error_class in earlier.get(key, ()):
                 rollout.attempts += 1
                 rollout.failures[error_class] = rollout.failures.get(error_class, 0) + 1
-            self._by_id[rollout.id] = rollout
-            place.rollouts.append(rollout)
+            self._by_id[id_] = self._placement.rollouts[rollout.index] = rollout
             group.rollouts.append(rollout)
             group.unended += 1
+            if not group.task.unended:
+                group.task.delayed = False  # the timer of a task that nothing waits for is not kept
+            group.task.rollouts += 1
             group.task.unended += 1
             group.task.fresh += 1
-        for task in place.tasks:
-            place.settle(task)
+        for key_, group in groups.items():
+            self._live[key_] = self._placement.groups[group.order] = group.task.groups[group.order] = group
+            self._placement.offer(group)
+            if self._cancelled or group.task.quarantined is not None:
+                self._finish_all_waiting(group.task)
+        for task in {id(group.task): group.task for group in groups.values()}.values():
+            self._placement.settle(task)
+
+    def _task(self, key: TaskKey) -> TaskState:
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = TaskState(key, len(self._placement.tasks))
+            self._placement.tasks.append(task)
+        return task
 
     # Decisions
 
@@ -220,7 +249,7 @@ class Scheduler:
         task = rollout.group.task
         if verdict is not Verdict.RETRY:
             self._finish(rollout, Outcome.INVALID, row.name, attempt_id)
-            at_fault = verdict is Verdict.QUARANTINE and _is_at_fault(task, row)
+            at_fault = verdict is Verdict.QUARANTINE and _is_at_fault(rollout.group, row)
             quarantined = at_fault and self.quarantine(task.key, row.name)
             return Ended(attempt, row.name, final=True, quarantined=task.key if quarantined else None)
         if task.quarantined is not None or self._cancelled:
@@ -251,6 +280,7 @@ class Scheduler:
         preparation = host.preparations.pop(preparation_id)
         task.preparing.discard(host)
         if error_class is None:
+            task.failures.clear()
             self._placement.make_ready(task, host)
             return Prepared(preparation, ready=True)
         row = row_of(error_class)
@@ -267,6 +297,34 @@ class Scheduler:
             return Prepared(preparation, ready=False, quarantined=task.key)
         self._placement.place_stranded(task)
         return Prepared(preparation, ready=False, retry_at=retry_at)
+
+    def add(
+        self,
+        rollouts: Iterable[RolloutKey],
+        now: float,
+        *,
+        earlier: Mapping[RolloutKey, Sequence[str]] | None = None,
+    ) -> None:
+        """Further rollouts, behind those that are there, whole groups. Those of a quarantined task end at once.
+
+        Raises `ValueError`, and takes none, where one is there already, or belongs to a group that is.
+        """
+        self._advance(now)
+        self._take_in(rollouts, earlier or {})
+
+    def withdraw(self, now: float) -> list[GroupKey]:
+        """Forget the groups of which no rollout was begun, as if they had never been given. Returns them."""
+        self._advance(now)
+        unopened = [group for group in self._live.values() if group.opened is None]
+        for group in unopened:
+            self._rollouts -= len(group.rollouts)
+            self._groups -= 1
+            group.task.rollouts -= len(group.rollouts)
+            group.task.unended -= group.unended
+            group.task.fresh -= group.unended
+            self._remove(group)
+            self._placement.settle(group.task)
+        return [group.key for group in unopened]
 
     def host_up(self, host: str, capacity: int, now: float) -> None:
         """A host came up, or may run another number of attempts at once. With 0 it takes nothing new."""
@@ -291,9 +349,9 @@ class Scheduler:
     def quarantine(self, task: TaskKey, error_class: str) -> bool:
         """Spend no further attempt on this task: what waits ends `invalid` with this class.
 
-        False where it is quarantined already; the first class stays.
+        False where it is quarantined already; the first class stays. The task may be one that is yet to come.
         """
-        state = self._tasks[task]
+        state = self._task(task)
         if state.quarantined is not None:
             return False
         state.quarantined = self._quarantined[task] = error_class
@@ -330,11 +388,11 @@ class Scheduler:
     @property
     def done(self) -> bool:
         """True once every rollout has ended."""
-        return self._outcomes.total() == len(self._placement.rollouts)
+        return self._outcomes.total() == self._rollouts
 
     def counts(self) -> Counts:
         """Where everything is now."""
-        total = len(self._placement.rollouts)
+        total = self._rollouts
         return Counts(
             rollouts=total,
             waiting=total - self._outcomes.total() - len(self._in_flight) - self._delayed,
@@ -344,7 +402,7 @@ class Scheduler:
             ended=self._ended,
             late=self._late,
             outcomes={outcome: self._outcomes[outcome] for outcome in Outcome},
-            groups=len(self._placement.groups),
+            groups=self._groups,
             groups_open=self._placement.open_groups,
             groups_done=self._groups_done,
             preparing=len(self._preparing),
@@ -388,6 +446,19 @@ class Scheduler:
             self._done_groups.append(group.key)
             if group.opened is not None:
                 self._placement.open_groups -= 1
+            if group.key.draw and not group.suspected:
+                group.task.suspicions = 0  # or a stream would quarantine every task in the end
+            self._remove(group)
+            for ended in group.rollouts:
+                self._forgotten[ended.id] = ended.attempts
+            while len(self._forgotten) > REMEMBERED:
+                self._forgotten.popitem(last=False)
+
+    def _remove(self, group: GroupState) -> None:
+        """Let go of a group that is over, or was never begun."""
+        del self._live[group.key], self._placement.groups[group.order], group.task.groups[group.order]
+        for rollout in group.rollouts:
+            del self._by_id[rollout.id], self._placement.rollouts[rollout.index]
 
     def _finish_waiting(self, rollout: RolloutState) -> None:
         """End a rollout that waits, as its task's quarantine or the job's cancellation has it."""
@@ -402,7 +473,7 @@ class Scheduler:
             self._finish(rollout, Outcome.INVALID, quarantined, None)
 
     def _finish_all_waiting(self, task: TaskState) -> None:
-        for group in task.groups:
+        for group in list(task.groups.values()):
             for rollout in group.rollouts:
                 self._finish_waiting(rollout)
         self._placement.place_stranded(task)
@@ -410,16 +481,19 @@ class Scheduler:
     def _count_late_attempt(self, attempt_id: str) -> None:
         rollout_id, _, number = attempt_id.rpartition("-")
         rollout = self._by_id.get(rollout_id)
-        if rollout is None or not number.isdecimal() or not 0 < int(number) <= rollout.attempts:
+        attempts = self._forgotten.get(rollout_id, 0) if rollout is None else rollout.attempts
+        if not number.isdecimal() or not 0 < int(number) <= attempts:
             raise KeyError(attempt_id)
         self._late += 1
 
 
-def _is_at_fault(task: TaskState, row: ErrorClass) -> bool:
+def _is_at_fault(group: GroupState, row: ErrorClass) -> bool:
     """Whether the task is, now that one more of its rollouts has given up over an error of this class."""
+    task = group.task
     if row.quarantine is Quarantine.AFTER_RETRIES:
+        group.suspected = True
         task.suspicions += 1
-        return task.suspicions >= min(SUSPECTS, sum(len(group.rollouts) for group in task.groups))
+        return task.suspicions >= min(SUSPECTS, task.rollouts)
     return True
 
 
@@ -431,4 +505,5 @@ def _still_waits(waiting: RolloutState | TaskState, number: int) -> bool:
 
 
 def _rollout_id(key: RolloutKey) -> str:
-    return blake2b("\0".join(map(str, key)).encode(), digest_size=8).hexdigest()
+    name = key if key.draw else key[:-1]  # a batch job's ids do not depend on there being draws
+    return blake2b("\0".join(map(str, name)).encode(), digest_size=8).hexdigest()

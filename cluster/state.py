@@ -3,12 +3,13 @@
 A host holds two heaps: `open`, waiting rollouts of groups that have begun, in the order in which the groups
 were opened; and `fresh`, groups that have not, in the job's order. A rollout stands in the heap of every host
 that may run it. Entries are never removed but found to be stale: an entry of `open` counts while its rollout
-waits for the same attempt number, one of `fresh` while its group is unopened and has rollouts left.
+waits for the same attempt number, one of `fresh` while its group is unopened and has rollouts left. What has ended is
+forgotten, so that an entry may also lead nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
@@ -44,7 +45,8 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class TaskState:
-    """A task. `fresh` counts rollouts of its unopened groups, `ahead` how many of them the scheduler counts as
+    """A task. `groups` are those that have not ended, by order; `rollouts` counts all that it was ever given. `fresh`
+    counts rollouts of its unopened groups, `ahead` how many of them the scheduler counts as
     prepared. `stranded` are waiting rollouts that no ready host may run. `delayed` holds while a preparation
     waits for its retry. `refused` are hosts that its preparation was given up on, `avoid` names of hosts where
     one failed. `suspicions` counts rollouts that gave up over the task's verifier. `queued` is the rank of its entry
@@ -52,7 +54,8 @@ class TaskState:
 
     key: TaskKey
     order: int
-    groups: list[GroupState] = field(default_factory=list)
+    groups: dict[int, GroupState] = field(default_factory=dict)
+    rollouts: int = 0
     unended: int = 0
     fresh: int = 0
     ahead: int = 0
@@ -78,7 +81,8 @@ class TaskState:
 
 @dataclass(slots=True, eq=False)
 class GroupState:
-    """A group. `opened` is its opening number, None before its first attempt."""
+    """A group. `opened` is its opening number, None before its first attempt. `suspected`: a rollout gave up over the
+    task's verifier."""
 
     key: GroupKey
     order: int
@@ -86,6 +90,7 @@ class GroupState:
     rollouts: list[RolloutState] = field(default_factory=list)
     unended: int = 0
     opened: int | None = None
+    suspected: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -128,21 +133,21 @@ class Host:
         otherwise always be the emptiest."""
         return (len(self.attempts) + self.strikes) / self.capacity if self.capacity else float("inf")
 
-    def next_open(self, rollouts: Sequence[RolloutState]) -> OpenEntry | None:
+    def next_open(self, rollouts: Mapping[int, RolloutState]) -> OpenEntry | None:
         """The first rollout of an open group that waits for this host."""
         while self.open:
             entry = self.open[0]
-            rollout = rollouts[entry[3]]
-            if rollout.state is State.WAITING and rollout.attempts == entry[2]:
+            rollout = rollouts.get(entry[3])
+            if rollout is not None and rollout.state is State.WAITING and rollout.attempts == entry[2]:
                 return entry
             heappop(self.open)
         return None
 
-    def next_fresh(self, groups: Sequence[GroupState]) -> int | None:
+    def next_fresh(self, groups: Mapping[int, GroupState]) -> int | None:
         """The first unopened group that waits for this host."""
         while self.fresh:
-            group = groups[self.fresh[0]]
-            if group.opened is None and group.unended:
+            group = groups.get(self.fresh[0])
+            if group is not None and group.opened is None and group.unended:
                 return group.order
             heappop(self.fresh)
         return None

@@ -13,7 +13,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rollcage.metrics.statistics import invalid_bounds, pass_at_each_k, pass_rate, quantile, wilson
+from rollcage.metrics.statistics import (
+    CONFIDENCE,
+    RESAMPLES,
+    SEED,
+    invalid_bounds,
+    pass_at_each_k,
+    pass_rate,
+    quantile,
+    wilson,
+)
 from rollcage.metrics.terminal import render
 from rollcage.rollout.arrow import Location, read_batches
 from rollcage.rollout.outcome import BY_NAME, SUSPECTS, TABLE, Domain, ErrorClass, Outcome, Quarantine
@@ -95,8 +104,9 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
     """The report of a run as JSON values, whether the run is finished, killed or going on (`finished`).
 
     Counts are rollouts where nothing else is said; rates are None where there is nothing to divide by; times
-    are seconds. `tasks` has an entry for each (agent, task). `pass_at_k` is the mean over the tasks of one
-    agent, so that a run of several agents has it under `by_agent` only. `attempt_errors` counts attempts,
+    are seconds. `tasks` has an entry for each (agent, task), with all of its draws. `pass_at_k` is the mean over the
+    tasks of one agent, so that a run of several agents has it under `by_agent` only; its `low` and `high` are the
+    `bootstrap` interval over tasks. `attempt_errors` counts attempts,
     those that were tried again too; `evidence` has examples of each. `wall_seconds` are the whole job's, with Ray's
     start and end; `rollout_seconds` go from the first start to the last end of an attempt or rollout, and rates by
     time are by them. `cost_usd` is what the answers of all attempts cost, None where none has a price; `budgets` has
@@ -177,6 +187,7 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
         "rollout_seconds": busy,
         "rollouts_per_second": report["rollouts"] / busy if busy else None,
         "pass_at_k": next(iter(per_agent.values()))["pass_at_k"] if len(per_agent) == 1 else None,
+        "bootstrap": {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED},
         "by_agent": per_agent,
         "phases": {
             phase.value: {
@@ -253,4 +264,7 @@ def _by_domain(counts: Counter[str]) -> dict[str, int]:
 
 
 def _pass_at_k(tasks: Iterable[_Count]) -> list[dict[str, Any]]:
-    return [entry._asdict() for entry in pass_at_each_k([count.valid for count in tasks])]
+    """Up to the size of a group: a task that a stream job has drawn often has more samples than anybody asks of."""
+    counts = list(tasks)
+    most = max((count.group_size for count in counts), default=0)
+    return [entry._asdict() for entry in pass_at_each_k((count.valid for count in counts), most)]

@@ -27,7 +27,9 @@ _COLOURS = {
 def render(summary: dict[str, Any]) -> RenderableType:
     """What `summarize` gave, for a terminal of 80 columns or more."""
     parts: list[RenderableType] = [_headline(summary), _outcomes(summary)]
-    if any(len(agent["pass_at_k"]) > 1 for agent in summary["by_agent"].values()):
+    if any(
+        at["k"] > 1 or at["tasks"] > 1 for agent in summary["by_agent"].values() for at in agent["pass_at_k"]
+    ):
         parts.append(_pass_at_k(summary))
     if summary["attempt_errors"] or summary["by_error_class"]:
         parts.append(_errors(summary))
@@ -46,7 +48,7 @@ def _headline(summary: dict[str, Any]) -> Text:
     text.append(f"{summary['rollouts']} rollouts", style="bold")
     text.append(f", {summary['attempts']} attempts (retries: {summary['retries']})")
     if speed is not None:
-        spent, whole = (_duration(summary[name]) for name in ("rollout_seconds", "wall_seconds"))
+        spent, whole = (duration(summary[name]) for name in ("rollout_seconds", "wall_seconds"))
         text.append(
             f" in {spent}, {speed:.2f} rollouts/s" + (f" (the whole job: {whole})" if whole != spent else "")
         )
@@ -63,34 +65,39 @@ def _headline(summary: dict[str, Any]) -> Text:
 def _outcomes(summary: dict[str, Any]) -> Table:
     outcomes = _shown_outcomes(summary)
     with_invalid = ["bounds by invalid"] if summary["invalid"] else []
-    table = _table(
+    table = new_table(
         "Outcomes", "agent", *(f">{o}" for o in outcomes), ">pass rate", "95% interval", *with_invalid
     )
     for agent, entry in summary["by_agent"].items():
-        bounds = _range(entry["pass_rate_worst"], entry["pass_rate_best"])
+        bounds = percent_range(entry["pass_rate_worst"], entry["pass_rate_best"])
         table.add_row(
             Text(agent),
             *(_count(entry[outcome], _COLOURS[outcome]) for outcome in outcomes),
-            _percent(entry["pass_rate"]),
-            _range(entry["pass_rate_low"], entry["pass_rate_high"]),
+            percent(entry["pass_rate"]),
+            percent_range(entry["pass_rate_low"], entry["pass_rate_high"]),
             *([bounds if entry["invalid"] else ""] if with_invalid else []),
         )
     return table
 
 
 def _pass_at_k(summary: dict[str, Any]) -> Table:
-    """Powers of two and the last k: as many as fit on a line."""
-    last = max(entry["k"] for agent in summary["by_agent"].values() for entry in agent["pass_at_k"])
-    ks = [k for k in range(1, last + 1) if k.bit_count() == 1 or k == last]
-    table = _table("pass@k, mean over the tasks with k valid samples", "agent", *(f">@{k}" for k in ks))
+    """Powers of two and the last k of each agent: a few lines, however many samples there are."""
+    table = new_table("pass@k: mean over the tasks with k valid samples", "agent", ">k", ">pass@k",
+                   "95% interval over tasks", ">tasks")  # fmt: skip
     for agent, entry in summary["by_agent"].items():
-        at = {each["k"]: f"{each['value']:.2f} ({each['tasks']})" for each in entry["pass_at_k"]}
-        table.add_row(Text(agent), *(at.get(k, "-") for k in ks))
+        for at in shown_ks(entry["pass_at_k"]):
+            interval = percent_range(at["low"], at["high"]) or "-"
+            table.add_row(Text(agent), str(at["k"]), percent(at["value"]), interval, str(at["tasks"]))
     return table
 
 
+def shown_ks(pass_at_k: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those entries whose k is a power of two, and the last."""
+    return [at for at in pass_at_k if at["k"].bit_count() == 1 or at is pass_at_k[-1]]
+
+
 def _errors(summary: dict[str, Any]) -> Table:
-    table = _table("How attempts ended, where they did not just pass or fail",
+    table = new_table("How attempts ended, where they did not just pass or fail",
                    "error class", "domain", ">attempts", ">rollouts", "meaning")  # fmt: skip
     attempts, rollouts = summary["attempt_errors"], summary["by_error_class"]
     for row in TABLE:
@@ -104,7 +111,7 @@ def _tasks(summary: dict[str, Any]) -> Table:
     """A row a task with passed/valid of each agent; tasks in trouble first, and no more than fit on a few screens."""
     agents = list(summary["by_agent"])
     with_invalid = [">invalid"] if summary["invalid"] else []
-    table = _table(
+    table = new_table(
         "Tasks: passed of valid", "task", *(f">{agent}" for agent in agents), *with_invalid, "errors"
     )
     by_task: dict[str, dict[str, dict[str, Any]]] = {}
@@ -141,17 +148,17 @@ def _task_errors(entries: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _phases(summary: dict[str, Any]) -> Table:
-    table = _table("Time by phase", "phase", ">p50", ">p95", ">total")
+    table = new_table("Time by phase", "phase", ">p50", ">p95", ">total")
     for phase, entry in summary["phases"].items():
         if entry["count"]:
-            table.add_row(phase, *(_duration(entry[name]) for name in ("p50", "p95", "total")))
+            table.add_row(phase, *(duration(entry[name]) for name in ("p50", "p95", "total")))
     if summary["infra_seconds"]:
-        table.add_row("lost to infra", "", "", _duration(summary["infra_seconds"]), style="dim")
+        table.add_row("lost to infra", "", "", duration(summary["infra_seconds"]), style="dim")
     return table
 
 
 def _evidence(summary: dict[str, Any]) -> Table:
-    table = _table("Evidence", "error class", "attempt", "said by", "what was said")
+    table = new_table("Evidence", "error class", "attempt", "said by", "what was said")
     for name, examples in summary["evidence"].items():
         for number, example in enumerate(examples):
             place = f"{example['task']} #{example['sample']} ({example['agent']})"
@@ -165,7 +172,7 @@ def _evidence(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _table(title: str, *headers: str) -> Table:
+def new_table(title: str, *headers: str) -> Table:
     """A table with these headers; one that starts with `>` is a column of numbers."""
     table = Table(
         title=f"\n{title}",
@@ -190,15 +197,18 @@ def _count(number: int, style: str) -> Text:
     return Text(str(number), style=style if number else "dim")
 
 
-def _percent(rate: float | None) -> str:
+def percent(rate: float | None) -> str:
+    """A rate for people; `-` where there is none."""
     return "-" if rate is None else f"{100 * rate:.1f}%"
 
 
-def _range(low: float | None, high: float | None) -> str:
+def percent_range(low: float | None, high: float | None) -> str:
+    """An interval of rates for people; empty where there is none."""
     return "" if low is None or high is None else f"{100 * low:.1f}-{100 * high:.1f}%"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds for people."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 120:

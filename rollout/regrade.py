@@ -71,6 +71,7 @@ async def regrade_attempt(
         task=old.task,
         task_digest=spec.task.digest,
         sample=old.sample,
+        draw=old.draw,
         number=old.number,
         agent=old.agent,
         policy=old.policy,

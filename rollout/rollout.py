@@ -98,6 +98,7 @@ class AttemptSpec:
     agent_timeout_sec: float | None = None
     agent_timeout_multiplier: float = 1.0
     pass_threshold: float = 1.0
+    draw: int = 0
 
 
 async def run_attempt(
@@ -126,6 +127,7 @@ async def run_attempt(
         outcome=Outcome.INVALID,
         started_at=time.time(),
         trajectory=Trajectory(),
+        draw=spec.draw,
     )
     return await carry_out(AttemptRun(attempt, spec, pool, verifier, policy, emit, keep))
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from itertools import accumulate, chain
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
 
 from rollcage.rollout.outcome import BY_NAME, Evidence, Outcome, Stage
-from rollcage.rollout.schema import ATTEMPTS, ROLLOUTS, VOCABULARY
+from rollcage.rollout.schema import ATTEMPTS, FIELDS, ROLLOUTS, VOCABULARY, Field
 from rollcage.rollout.trajectory import (
     Attempt,
     CommandRecord,
@@ -32,13 +36,17 @@ from rollcage.rollout.trajectory import (
 
 _DICTIONARIES = {column: pa.array(words, pa.string()) for column, words in VOCABULARY.items()}
 _CODES = {column: {word: code for code, word in enumerate(words)} for column, words in VOCABULARY.items()}
+_NESTED = {"messages", "turns", "segments"}
+_CODE = {pa.int32(): "i", pa.int8(): "b", pa.float32(): "f"}
+"""Of `struct`, which packs a list of numbers in a third of the time that pyarrow takes."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
 
 def attempts_batch(attempts: Sequence[Attempt]) -> pa.RecordBatch:
-    """Rows of `attempts`. Raises `ValueError` or `pa.ArrowException` for values that the schema can't hold."""
+    """Rows of `attempts`. Raises `ValueError`, `TypeError`, `OverflowError` or `pa.ArrowException` for values that the
+    schema can't hold."""
     return _batch([_attempt_row(attempt) for attempt in attempts], ATTEMPTS)
 
 
@@ -47,26 +55,18 @@ def rollouts_batch(rollouts: Iterable[tuple[Attempt, int, int]]) -> pa.RecordBat
 
     Raises as `attempts_batch`.
     """
-    rows = []
-    for attempt, attempts, group_size in rollouts:
-        trajectory = attempt.trajectory or Trajectory()
-        rows.append(
-            _attempt_row(attempt)
-            | {
-                "attempts": attempts,
-                "group_size": group_size,
-                "messages": [
-                    vars(message) | {"tool_calls": [vars(call) for call in message.tool_calls]}
-                    for message in trajectory.messages
-                ],
-                "turns": [
-                    vars(turn) | {"commands": [vars(command) for command in turn.commands]}
-                    for turn in trajectory.turns
-                ],
-                "segments": [vars(segment) for segment in trajectory.segments],
-            }
-        )
-    return _batch(rows, ROLLOUTS)
+    ended = list(rollouts)
+    trajectories = [attempt.trajectory or Trajectory() for attempt, _, _ in ended]
+    rows = [
+        _attempt_row(attempt) | {"attempts": attempts, "group_size": group_size}
+        for attempt, attempts, group_size in ended
+    ]
+    nested = {
+        field.name: _records(field, list(map(attrgetter(field.name), trajectories)))
+        for field in FIELDS["rollouts"]
+        if field.name in _NESTED
+    }
+    return _batch(rows, ROLLOUTS, nested)
 
 
 def attempt_from_row(row: Mapping[str, Any]) -> Attempt:
@@ -104,6 +104,7 @@ def attempt_from_row(row: Mapping[str, Any]) -> Attempt:
         retry_after_sec=row["retry_after_sec"],
         trajectory=_trajectory(row) if "turns" in row else None,
         extra=json.loads(row["extra"]),
+        draw=row["draw"],
     )
 
 
@@ -131,6 +132,7 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
         "agent": attempt.agent,
         "task": attempt.task,
         "task_digest": attempt.task_digest,
+        "draw": attempt.draw,
         "sample": attempt.sample,
         "attempt_id": attempt.attempt_id,
         "number": attempt.number,
@@ -176,12 +178,52 @@ def _seconds(time: datetime | None) -> float:
     return 0.0 if time is None else (time - _EPOCH) // _MICROSECOND / 1e6
 
 
-def _batch(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
-    columns = [_column(field, [row[field.name] for row in rows]) for field in schema]
+def _batch(
+    rows: list[dict[str, Any]], schema: pa.Schema, nested: Mapping[str, pa.Array] = MappingProxyType({})
+) -> pa.RecordBatch:
+    columns = [
+        nested[field.name] if field.name in nested else _column(field, [row[field.name] for row in rows])
+        for field in schema
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _column(field: pa.Field, values: list[Any]) -> pa.Array:
+def _records(field: Field, lists: Sequence[Sequence[Any]]) -> pa.Array:
+    """A list of structs for each list of objects. Made column by column: row by row, as pyarrow would, takes three
+    times as long."""
+    items = list(chain.from_iterable(lists))
+    try:
+        columns = [_values(child, list(map(attrgetter(child.name), items))) for child in field.children]
+    except AttributeError as error:
+        raise TypeError(f"{field.name} holds what it should not: {error}") from error
+    structs = pa.StructArray.from_arrays(columns, fields=list(field.type.value_type))
+    return pa.ListArray.from_arrays(_offsets(lists), structs, type=field.type)
+
+
+def _values(field: Field, values: list[Any]) -> pa.Array:
+    if field.children:
+        return _records(field, values)
+    if pa.types.is_list(field.type):
+        return _numbers(field, values)
+    return _column(field, values)
+
+
+def _numbers(field: Field, lists: Sequence[Sequence[float]]) -> pa.Array:
+    """A list of numbers for each list."""
+    kind = field.type.value_type
+    try:
+        data = b"".join(struct.pack(f"={len(numbers)}{_CODE[kind]}", *numbers) for numbers in lists)
+    except struct.error as error:
+        raise ValueError(f"{field.name} must be numbers of type {kind}: {error}") from error
+    values = pa.Array.from_buffers(kind, len(data) // kind.byte_width, [None, pa.py_buffer(data)])
+    return pa.ListArray.from_arrays(_offsets(lists), values, type=field.type)
+
+
+def _offsets(lists: Sequence[Sequence[Any]]) -> pa.Array:
+    return pa.array(accumulate(map(len, lists), initial=0), pa.int32())
+
+
+def _column(field: Field | pa.Field, values: list[Any]) -> pa.Array:
     if codes := _CODES.get(field.name):
         # Given as codes, so that the dictionary is the whole vocabulary in its own order in every file.
         indices = pa.array([None if value is None else codes[value] for value in values], pa.int8())

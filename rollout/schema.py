@@ -1,4 +1,4 @@
-"""The Arrow schemas of a run, version 2: every field with its type, its meaning, its unit and when it is null.
+"""The Arrow schemas of a run, version 3: every field with its type, its meaning, its unit and when it is null.
 
 `ATTEMPTS` has a row for each attempt, without the trajectory; `ROLLOUTS` a row for each ended rollout: its last
 attempt, with the trajectory. Both are built from the field tables below, and so are the tables of
@@ -21,7 +21,7 @@ import pyarrow as pa
 from rollcage.rollout.outcome import TABLE, Domain, Outcome, Stage
 from rollcage.rollout.trajectory import Phase
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 VERSION_KEY = b"rollcage.schema_version"
 
 TEXT = pa.large_string()
@@ -101,6 +101,9 @@ _SAMPLE_FIELDS = (
     Field("agent", NAME, "name of the agent"),
     Field("task", TEXT, "name of the task"),
     Field("task_digest", TEXT, "sha256 of the task's files, hex"),
+    Field(
+        "draw", pa.int32(), "which draw of the task this group is, from 0; a batch job draws each task once"
+    ),
     Field("sample", pa.int32(), "which sample of its group, from 0"),
 )
 
@@ -223,7 +226,7 @@ def _schema(fields: tuple[Field, ...]) -> pa.Schema:
 ATTEMPTS = _schema(FIELDS["attempts"])
 ROLLOUTS = _schema(FIELDS["rollouts"])
 SCHEMAS: dict[str, pa.Schema] = {"attempts": ATTEMPTS, "rollouts": ROLLOUTS}
-KEY = ("job", "agent", "task", "sample")
+KEY = ("job", "agent", "task", "draw", "sample")
 """The columns that name a rollout."""
 
 

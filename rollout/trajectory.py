@@ -172,6 +172,7 @@ class RolloutKey(NamedTuple):
     agent: str
     task: str
     sample: int
+    draw: int = 0
 
 
 @dataclass
@@ -205,11 +206,13 @@ class Attempt:
     trajectory: Trajectory | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     """What an agent or a user's own code wants kept; JSON values only."""
+    draw: int = 0
+    """Which draw of the task its group is: a batch job draws each task once, a stream as often as it likes."""
 
     @property
     def key(self) -> RolloutKey:
         """The rollout that this is an attempt at."""
-        return RolloutKey(self.job, self.agent, self.task, self.sample)
+        return RolloutKey(self.job, self.agent, self.task, self.sample, self.draw)
 
     @property
     def reward_valid(self) -> bool:

@@ -76,6 +76,7 @@ def test_the_rule_sees_an_engine_in_the_wrong_room(tmp_path: Path) -> None:
     ("module", "unwanted"),
     [
         ("rollcage.rollout.feed", "ray docker vllm torch transformers pydantic yaml"),
+        ("rollcage.rollout.formats.export", "ray docker vllm torch transformers pydantic yaml"),
         ("rollcage.rollout.outcome", "ray docker vllm torch pyarrow"),
         ("rollcage.rollout.task", "ray docker vllm torch"),
         ("rollcage.rollout.arrow", "ray docker vllm torch"),

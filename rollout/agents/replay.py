@@ -127,7 +127,9 @@ def recordings(path: str) -> tuple[Recording, ...]:
 def _of_run(run: Path) -> Iterator[Recording]:
     from rollcage.rollout.arrow import read_rollouts
 
-    for row in read_rollouts(run, columns=("task", "sample", "agent", "turns")).to_pylist():
+    for row in read_rollouts(run, columns=("task", "draw", "sample", "agent", "turns")).to_pylist():
+        if row["draw"]:
+            continue  # of a task that was drawn several times, the first draw is replayed
         turns = (tuple(map(_of_row, turn["commands"])) for turn in row["turns"])
         yield Recording(tuple(turns), row["task"], row["sample"], row["agent"])
 

@@ -43,7 +43,8 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 class RecordedPolicy:
     """Serves sessions from the run at `run`, which may be a path or a URI of `pyarrow.fs`. `agent`: the label of the
     agent whose answers these are; None: the run's only one. `tokenizer`: a directory or name, for agents that count
-    tokens (`MeasuresTokens`); `BYTES`: a scripted policy's, where the recording has tokens.
+    tokens (`MeasuresTokens`); `BYTES`: a scripted policy's, where the recording has tokens. `draw`: of a run that drew
+    its tasks several times, the draw that is served.
 
     It can be pickled: each process opens the run by itself. Raises `ValueError` where there is no run, it cannot be
     read, or it has no such agent.
@@ -58,12 +59,14 @@ class RecordedPolicy:
         agent: str | None = None,
         name: str = "recorded",
         tokenizer: str | None = None,
+        draw: int = 0,
     ) -> None:
         if not Location.of(run).exists():
             raise ValueError(f"{run}: there is no run here (no job.json and no shard)")
         self.name = name
         self.run = str(run)
         self._agent = agent
+        self._draw = draw
         self._tokenizer = tokenizer
         self._open()
         try:
@@ -97,7 +100,7 @@ class RecordedPolicy:
             try:
                 if self._recordings is None:
                     self._recordings = Recordings(self.run)
-                found = self._recordings.find(self._agent, task, sample)
+                found = self._recordings.find(self._agent, task, sample, self._draw)
                 if self._tokenizer is not None and self._renderer is None:
                     own = ByteTokenizer() if self._tokenizer == BYTES else load_tokenizer(self._tokenizer)
                     self._renderer = ChatRenderer(own)

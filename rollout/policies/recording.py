@@ -7,7 +7,7 @@ from functools import cached_property
 
 import pyarrow as pa
 
-from rollcage.rollout.arrow import Location, identities, journalled
+from rollcage.rollout.arrow import Location, identities, journalled, read_numbered
 from rollcage.rollout.outcome import Evidence, PolicyError
 from rollcage.rollout.policies.base import Completion
 from rollcage.rollout.rows import attempt_from_row
@@ -16,6 +16,10 @@ from rollcage.rollout.trajectory import Attempt, Message, Trajectory, Turn
 
 ENDED_IN_COMPLETE = ("context_overflow", "agent_timeout")
 """Error classes of an agent's that end it while it waits for an answer: a replay meets them at the same turn."""
+
+
+Place = tuple[str, str, int, int]
+"""Agent, task, draw and sample."""
 
 
 class NoRecording(Exception):
@@ -99,23 +103,22 @@ class Recording:
 
 
 class Recordings:
-    """The rollouts of a run by agent, task and sample, each read when it is asked for. Of a run that has not ended:
-    those that it holds now."""
+    """The rollouts of a run by agent, task, draw and sample, each read when it is asked for. Of a run that has not
+    ended: those that it holds now."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._location = Location.of(run)
-        self._places: dict[tuple[str, str, int], tuple[str, int, int]] = {}
-        self._journalled: dict[tuple[str, str, int], pa.RecordBatch] = {}
+        self._places: dict[Place, tuple[int, int]] = {}
+        """Ordinal of the batch, and row in it: files may be merged meanwhile."""
+        self._journalled: dict[Place, pa.RecordBatch] = {}
         for batch in journalled(self._location, "rollouts"):  # first: rows move from there into shards
             for row, (_, *key) in enumerate(identities(batch, "rollouts")):
                 self._journalled[tuple(key)] = batch.slice(row, 1)
-        for path in self._location.shards("rollouts"):
-            reader = self._location.open_shard(path, KEY)
-            for number in range(reader.num_record_batches):
-                for row, (_, *key) in enumerate(identities(reader.get_batch(number), "rollouts")):
-                    self._places[tuple(key)] = (path, number, row)
-        self.agents = sorted({agent for agent, _, _ in (*self._places, *self._journalled)})
+        for number, batch in read_numbered(self._location, "rollouts", KEY):
+            for row, (_, *key) in enumerate(identities(batch, "rollouts")):
+                self._places[tuple(key)] = (number, row)
+        self.agents = sorted({agent for agent, *_ in (*self._places, *self._journalled)})
 
     def agent(self, label: str | None) -> str:
         """The agent of this label; None: the only one. Raises `NoRecording` where it has no rollout here, or none is
@@ -129,17 +132,19 @@ class Recordings:
             raise NoRecording(f"{self._run} has no rollout by {label}: name one of {agents}")
         return self.agents[0] if label is None else label
 
-    def find(self, agent: str | None, task: str, sample: int) -> Attempt:
+    def find(self, agent: str | None, task: str, sample: int, draw: int = 0) -> Attempt:
         """One rollout. Raises `NoRecording` where there is none."""
         agent = self.agent(agent)
-        key = (agent, task, sample)
+        key = (agent, task, draw, sample)
         if key in self._places:
-            path, number, row = self._places[key]
-            batch = self._location.open_shard(path, ROLLOUTS.names).get_batch(number).slice(row, 1)
+            number, row = self._places[key]
+            _, whole = next(read_numbered(self._location, "rollouts", ROLLOUTS.names, number))
+            batch = whole.slice(row, 1)
         elif key in self._journalled:
             batch = self._journalled[key]
         else:
-            raise NoRecording(f"{self._run} holds no rollout of {task}, sample {sample}, by {agent}")
+            which = f"draw {draw}, sample {sample}" if draw else f"sample {sample}"
+            raise NoRecording(f"{self._run} holds no rollout of {task}, {which}, by {agent}")
         return attempt_from_row(batch.to_pylist()[0])
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
-from collections.abc import Callable, Mapping
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from rollcage.cluster.client_policies import client_policies
 from rollcage.cluster.config import load_job
 from rollcage.cluster.driver import Driver
 from rollcage.cluster.host import HostClient, HostSpec, SandboxHost
-from rollcage.cluster.job import client_policies
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan_tasks import host_spec, make_plan
 from rollcage.cluster.progress import JobProgress
+from rollcage.rollout.arrow import Location
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; these helpers are this folder's alone
 
@@ -81,7 +84,7 @@ def run_here(settings: Mapping[str, Any]) -> Path:
     ]
     job = {"job": plan.job, "config": config.model_dump(mode="json"), "tasks": tasks}
     assert config.output is not None
-    ledger = Ledger.create(config.output, job)
+    ledger = Ledger.create(Location(config.output, journal=config.journal), job)
 
     async def run() -> None:
         progress = JobProgress(sum(1 for _ in plan.rollouts()), Console(stderr=True))
@@ -92,6 +95,26 @@ def run_here(settings: Mapping[str, Any]) -> Path:
 
     asyncio.run(run())
     return Path(config.output)
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """The URI of a bucket on a server that speaks S3, on this machine; the environment says how it is reached."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("AWS_ACCESS_KEY_ID", "rollcage")
+        environ.setenv("AWS_SECRET_ACCESS_KEY", "rollcage")
+        environ.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        environ.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        environ.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/runs", method="PUT")).close()
+        yield "s3://runs"
+    server.stop()
 
 
 @pytest.fixture(scope="session", name="run_here")

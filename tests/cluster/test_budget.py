@@ -25,9 +25,9 @@ from ray.exceptions import ActorUnavailableError
 
 from rollcage.cluster.anthropic_policy import anthropic_policy
 from rollcage.cluster.budget import SharedBudget, shared_budgets, spending, stopping_when_spent
+from rollcage.cluster.client_policies import client_policy
 from rollcage.cluster.config_policies import AnthropicPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
-from rollcage.cluster.job import client_policy
 from rollcage.rollout.arrow import read_attempts, read_rollouts
 from rollcage.rollout.outcome import Cancelled, PolicyError
 

@@ -188,6 +188,7 @@ class Host:
             evidence=None if row is None else Evidence(f"{said} on {self.name}", "engine"),
             reward=Reward(float(outcome is Outcome.PASSED)) if valid else None,
             trajectory=Trajectory(),
+            draw=spec.draw,
         )
 
     async def cancel(self) -> None:
@@ -681,7 +682,7 @@ async def test_a_full_disk_ends_the_job_and_hosts_are_closed(tmp_path: Path) -> 
     record = world.ledger.record_attempt
 
     async def record_attempt(attempt: Attempt) -> None:
-        if len(world.ledger.ended) >= 5:
+        if len(world.ledger.known) >= 5:
             raise OSError(28, "No space left on device")
         await record(attempt)
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from rollcage.cluster import ledger as ledger_module
-from rollcage.cluster.ledger import Ended, EndedTwice, Ledger
+from rollcage.cluster.ledger import EndedTwice, Ledger
 from rollcage.rollout.arrow import Location, NoRun, RunBusy, RunError, RunExists, read_attempts, read_rollouts
 from rollcage.rollout.outcome import Outcome
 from rollcage.rollout.trajectory import Attempt, Message, Phase, Reward, RolloutKey, Trajectory
@@ -166,10 +166,10 @@ async def test_a_run_that_is_gone_on_with_knows_what_has_ended(tmp_path: Path) -
 
     second = Ledger.open(tmp_path)
     assert second.job == {"n": 1}
-    assert set(second.ended) == {
-        RolloutKey("demo", "bash", task, sample) for task, sample in (("a", 0), ("a", 1), ("b", 0))
-    }
-    assert second.ended[an_attempt("b", 0).key] == Ended(Outcome.PASSED, None, 1, "digest")
+    ended = {RolloutKey("demo", "bash", task, sample) for task, sample in (("a", 0), ("a", 1), ("b", 0))}
+    assert len(second.known) == 3
+    assert all(key in second.known for key in ended)
+    assert an_attempt("b", 1).key not in second.known
     await record(second, an_attempt("b", 1))
     await second.commit_group("bash", "b")
     shard = pa.ipc.open_file(tmp_path / "rollouts/part-00001.arrow").read_all()
@@ -200,11 +200,31 @@ async def test_a_journal_does_not_outgrow_what_waits_in_it(
     assert read_rollouts(tmp_path).num_rows == read_attempts(tmp_path).num_rows == 41
     ledger.close()
     again = Ledger.open(tmp_path)
-    assert len(again.ended) == 41
+    assert len(again.known) == 41
     await again.finish({})
     assert sorted(read_rollouts(tmp_path)["task"].to_pylist()) == sorted(
         ["waits", *(f"t{n}" for n in range(40))]
     )
+
+
+async def test_small_shards_are_merged_while_the_run_goes_on_and_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "FAN", 4)
+    ledger, most = Ledger.create(tmp_path, {}), 0
+    for number in range(40):
+        await record(ledger, an_attempt(f"t{number}"), size=1)
+        await ledger.commit_group("bash", f"t{number}")
+        rows = read_rollouts(tmp_path, ["task"])["task"].to_pylist()
+        assert rows == [f"t{n}" for n in range(number + 1)], "whatever is merged just now"
+        most = max(most, len(Location(tmp_path).shards("rollouts")))
+    await ledger.finish({})
+    assert ledger.not_merged is None
+    assert most < 20
+    assert read_rollouts(tmp_path)["task"].to_pylist() == [f"t{n}" for n in range(40)]
+    again = Ledger.open(tmp_path)
+    assert again.committed == 40
+    again.close()
 
 
 async def test_a_run_elsewhere_keeps_its_journal_here(tmp_path: Path) -> None:
@@ -264,7 +284,7 @@ def test_a_killed_driver_loses_nothing_that_was_acknowledged(tmp_path: Path, lin
         await ledger.finish({})
         return ledger
 
-    ended = asyncio.run(go_on()).ended
+    ended = asyncio.run(go_on()).known
     rows = [(row["task"], row["sample"]) for row in read_rollouts(run, ["task", "sample"]).to_pylist()]
     assert {(task, int(sample)) for task, sample in said} <= set(rows)
     assert len(rows) == len(set(rows)) == len(ended) == len(before)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rollcage.cluster.client_policies import client_policy
 from rollcage.cluster.config_policies import OpenAIPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
-from rollcage.cluster.job import client_policy
 
 
 class Handler(BaseHTTPRequestHandler):

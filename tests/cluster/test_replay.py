@@ -263,7 +263,7 @@ class TestSelecting:
 
 def row(sample: int, note: dict[str, Any] | None, outcome: str = "passed") -> dict[str, Any]:
     return {
-        "agent": "a", "task": "t", "sample": sample, "outcome": outcome, "error_class": None, "reward": 1.0,
+        "agent": "a", "task": "t", "draw": 0, "sample": sample, "outcome": outcome, "error_class": None, "reward": 1.0,
         "turn_count": 2, "extra": json.dumps({} if note is None else {"replay": note}),
     }  # fmt: skip
 

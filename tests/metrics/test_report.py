@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,10 @@ def test_rates_leave_invalid_rollouts_out_and_bound_them(run: Location) -> None:
     assert (report["pass_rate_worst"], report["pass_rate_best"]) == (2 / 6, 5 / 6)
     # clean: 1 of 2; shaky: 1 of 1; broken has no valid sample.
     assert report["pass_at_k"] == [
-        {"k": 1, "value": 0.75, "tasks": 2},
-        {"k": 2, "value": 1.0, "tasks": 1},
+        {"k": 1, "value": 0.75, "tasks": 2, "low": 0.5, "high": 1.0},
+        {"k": 2, "value": 1.0, "tasks": 1, "low": None, "high": None},
     ]
+    assert report["bootstrap"] == {"confidence": 0.95, "resamples": 10_000, "seed": 0}
 
 
 def test_tasks_have_their_counts_and_quarantined_ones_their_class(run: Location) -> None:
@@ -184,7 +186,16 @@ def test_agents_of_one_run_are_counted_apart(tmp_path: Path) -> None:
         ("oracle", "a", 2),
     ]
     assert report["pass_at_k"] is None
-    assert report["by_agent"]["oracle"]["pass_at_k"][1] == {"k": 2, "value": 1.0, "tasks": 1}
+    assert report["by_agent"]["oracle"]["pass_at_k"][1]["value"] == 1.0
+
+
+def test_a_task_that_was_drawn_often_counts_all_its_samples_and_no_larger_k(tmp_path: Path) -> None:
+    draws = [replace(an_attempt("a", k, Outcome.FAILED if k else Outcome.PASSED), draw=draw,
+                     attempt_id=f"{draw}/{k}") for draw in range(3) for k in range(2)]  # fmt: skip
+    write(Location(tmp_path), draws, [(attempt, 1, 2) for attempt in draws])
+    report = summarize(tmp_path)
+    assert [(at["k"], at["value"]) for at in report["pass_at_k"]] == [(1, 0.5), (2, pytest.approx(0.8))]
+    assert report["tasks"][0]["rollouts"] == 6
 
 
 @pytest.mark.parametrize(("attempts", "quarantined"), [(0, True), (1, False), (2, True)])
@@ -231,7 +242,7 @@ def test_the_table_shows_what_a_person_asks_first(run: Location) -> None:
         "66.7%",
         "20.8-93.9%",
         "33.3-83.3%",
-        "0.75 (2)",
+        "50.0-100.0%",
         "quarantined:",
         "2 image_build",
         "network_pool",

@@ -30,6 +30,8 @@ from rollcage.rollout.task import Task, load_task
 from rollcage.rollout.trajectory import Attempt
 from rollcage.verifier.verify import TestsVerifier
 
+sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; `feed_runs` is this folder's alone
+
 TEST = """\
 if [ "$(cat /app/answer 2>/dev/null)" = 42 ]; then echo 1; else echo 0; fi >/logs/verifier/reward.txt
 """

@@ -151,7 +151,7 @@ attempts = st.builds(
     st.none() | st.sampled_from([row.name for row in TABLE]), st.none() | st.sampled_from(Stage),
     st.none() | evidence, st.none() | rewards, time | st.just(0.0), time | st.just(0.0),
     st.dictionaries(st.sampled_from([phase.value for phase in Phase]), seconds), seconds, st.none() | seconds,
-    trajectories, st.dictionaries(text, json_values, max_size=3),
+    trajectories, st.dictionaries(text, json_values, max_size=3), int32,
 )  # fmt: skip
 
 
@@ -167,6 +167,13 @@ def test_any_attempt_comes_back_from_a_row_as_it_was(written: list[Attempt]) -> 
 
     without = [attempt_from_row(row) for row in attempts_batch(written).to_pylist()]
     assert comparable(without) == comparable([dataclasses.replace(a, trajectory=None) for a in written])
+
+
+@pytest.mark.parametrize("ids", [["7"], [2**31], [None]])
+def test_token_ids_that_are_none_are_refused_by_name(ids: list[Any]) -> None:
+    attempt = an_attempt(trajectory=Trajectory(segments=[Segment(ids, [1], [-0.5])]))
+    with pytest.raises(ValueError, match="ids must be numbers of type int32"):
+        rollouts_batch([(attempt, 1, 1)])
 
 
 def test_counts_stand_beside_an_attempt_without_its_trajectory() -> None:
@@ -306,10 +313,10 @@ def test_each_group_is_a_batch_of_its_own_whatever_its_agent(tmp_path: Path) -> 
 
 def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
     run = a_run(tmp_path, [an_attempt()])
-    newer = read_rollouts(run).replace_schema_metadata({schema.VERSION_KEY: b"3"})
+    newer = read_rollouts(run).replace_schema_metadata({schema.VERSION_KEY: b"99"})
     with pa.ipc.new_file(run.shards("rollouts")[0], newer.schema) as writer:
         writer.write_table(newer)
-    with pytest.raises(schema.SchemaVersionError, match=r"part-00000\.arrow: schema version 3"):
+    with pytest.raises(schema.SchemaVersionError, match=r"part-00000\.arrow: schema version 99"):
         read_rollouts(run)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,17 +78,9 @@ def test_what_is_no_run_or_no_kind_of_group_is_refused(tmp_path: Path) -> None:
         next(read_groups(a_run(tmp_path), "all"))  # type: ignore[arg-type]
 
 
-def test_the_feed_needs_pyarrow_alone() -> None:
-    code = (
-        "import sys, time\n"
-        "import pyarrow, pyarrow.fs\n"
-        "before, started = set(sys.modules), time.process_time()\n"
-        "import rollcage.rollout.feed\n"
-        "print(time.process_time() - started)\n"
-        "print(*{name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, modules = done.stdout.splitlines()
-    assert modules.split() == ["rollcage"]
-    # Measured 0.03 s of processor time beside pyarrow's own 0.14 s; the promise is 0.3 s for both.
-    assert float(seconds) < 0.15
+def test_each_draw_of_a_task_is_a_group_of_its_own(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    for draw in range(2):
+        rows = [a_rollout("a", sample) for sample in range(3)]
+        run.write_shard("rollouts", [rollouts_batch([(replace(one, draw=draw), 1, 3) for one, _, _ in rows])])
+    assert [group["draw"].to_pylist() for group in read_groups(run)] == [[0] * 3, [1] * 3]

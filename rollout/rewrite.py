@@ -1,0 +1,140 @@
+"""What may become of shards that are there: neighbours are merged, and rollouts that are run again leave.
+
+Batches keep their ordinals and their order through both. A merged shard is there before those that it covers are
+deleted; a reader that meets a deleted one finds its batches in the wider one (`arrow.read_numbered`). All of it is only
+for the process that holds the run's lock.
+
+Memory: one batch, and of a run that is not local one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from rollcage.rollout.arrow import IDENTITY, Location, identities
+from rollcage.rollout.location import damaged
+from rollcage.rollout.schema import NAME, SCHEMAS
+from rollcage.rollout.shards import Shard, first_batch, names_in, write
+
+FAN = 64
+"""A ledger that runs merges so many neighbours, when there are so many of one size: a batch is written anew once for
+each power of it, and a run of a million groups has some hundred files."""
+
+LARGE_BYTES = 256 << 20
+"""A merged shard is at most about so large."""
+
+
+def due(shards: Sequence[Shard], fan: int = FAN) -> list[Shard]:
+    """Which neighbours a ledger that runs merges next; none where there are too few. They hold about equally many
+    commits, so that none is merged with much smaller ones again and again."""
+    level, found = -1, list[Shard]()
+    for shard in shards:
+        if shard.size > LARGE_BYTES // 2:
+            found = []
+        elif found and _level(shard, fan) == level:
+            found.append(shard)
+        else:
+            level, found = _level(shard, fan), [shard]
+        if len(found) == fan:
+            return next(groups(found), [])
+    return []
+
+
+def groups(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
+    """All neighbours that fit into one shard together."""
+    found, size = list[Shard](), 0
+    for shard in shards:
+        if size + shard.size > LARGE_BYTES:
+            if len(found) > 1:
+                yield found
+            found, size = [], 0
+        found.append(shard)
+        size += shard.size
+    if len(found) > 1:
+        yield found
+
+
+def merge(
+    location: Location, table: str, neighbours: Sequence[Shard], wanted: Callable[[], bool] = lambda: True
+) -> bool:
+    """Put neighbours into one shard. `wanted` is asked before that is there: where it says no, nothing has changed, and
+    False is returned. Raises `RunError` for a damaged one, `OSError`."""
+    names = _names(location, table, neighbours)
+    first = first_batch(location.open_shard(neighbours[0].path, ()))
+    path = f"{location.path}/{table}/part-{neighbours[0].first:05d}-{neighbours[-1].last:05d}.arrow"
+    batches = (
+        batch for shard in neighbours for batch in _batches(location, shard.path, SCHEMAS[table].names)
+    )
+    if not write(location.filesystem, path, SCHEMAS[table], batches, first, names, wanted):
+        return False
+    for shard in neighbours:
+        if shard.path != path:
+            location.filesystem.delete_file(shard.path)
+    return True
+
+
+def compact(
+    location: Location, table: str, wanted: Callable[[], bool] = lambda: True, *, fan: int | None = None
+) -> int:
+    """Merge what is `due`, or with no `fan` all neighbours that fit into one shard. Returns how many shards fewer there
+    are. Raises as `merge`."""
+    gone = 0
+    while neighbours := (
+        next(groups(location.shard_files(table)), [])
+        if fan is None
+        else due(location.shard_files(table), fan)
+    ):
+        if not merge(location, table, neighbours, wanted):
+            break
+        gone += len(neighbours) - 1
+    return gone
+
+
+def withdraw(location: Location, table: str, leaving: Collection[tuple[Any, ...]]) -> int:
+    """Take the rows of these identities out of the shards, whose batches stay, empty ones too. Returns how many there
+    were. A kill leaves some of them there. Raises as `merge`."""
+    count = 0
+    for shard in location.shard_files(table):
+        found = [identities(batch, table) for batch in _batches(location, shard.path, IDENTITY[table])]
+        gone = sum(identity in leaving for batch in found for identity in batch)
+        if gone:
+            kept = (
+                batch.take(pa.array([row for row, key in enumerate(keys) if key not in leaving], pa.int64()))
+                for batch, keys in zip(
+                    _batches(location, shard.path, SCHEMAS[table].names), found, strict=True
+                )
+            )
+            first = first_batch(location.open_shard(shard.path, ()))
+            names = _names(location, table, [shard])
+            write(location.filesystem, shard.path, SCHEMAS[table], kept, first, names)
+            count += gone
+    return count
+
+
+def _names(location: Location, table: str, shards: Sequence[Shard]) -> list[pa.Array]:
+    """What each column of names holds in all of these shards."""
+    columns = [field.name for field in SCHEMAS[table] if field.type == NAME]
+    return [
+        names_in(batch.column(0) for shard in shards for batch in _batches(location, shard.path, (column,)))
+        for column in columns
+    ]
+
+
+def _batches(location: Location, path: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    reader = location.open_shard(path, columns)
+    for index in range(reader.num_record_batches):
+        try:
+            yield reader.get_batch(index)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise damaged(path, error) from error
+
+
+def _level(shard: Shard, fan: int) -> int:
+    """The power of `fan` that its number of commits has reached."""
+    level, span = 0, shard.span
+    while span >= fan:
+        level, span = level + 1, span // fan
+    return level

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from rollcage.cluster.asked import Say
 from rollcage.cluster.checks import clean_up_after
-from rollcage.cluster.config import JobConfig, PolicyConfig, ScriptedPolicyConfig, VllmPolicyConfig, load_job
+from rollcage.cluster.config import JobConfig, PolicyConfig, ScriptedPolicyConfig, VllmPolicyConfig, read_job
 from rollcage.cluster.config_policies import AnthropicPolicyConfig, OpenAIPolicyConfig, RecordedPolicyConfig
+from rollcage.cluster.config_source import Source
 from rollcage.cluster.control_requests import job_control
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
@@ -77,8 +79,13 @@ def run_job(options: RunOptions, console: Console) -> RunResult:
     engine or a model cannot be had, or the run directory cannot be written; and `KeyboardInterrupt` where a signal
     came before the first rollout.
     """
-    config = _config(options)
-    return run_plan(config, make_plan(config), console, overwrite=options.overwrite)
+    config, source = _config(options)
+    try:
+        return run_plan(config, make_plan(config), console, overwrite=options.overwrite)
+    except (InputError, CouldNotRun) as error:
+        if not error.setting:
+            raise
+        raise type(error)(f"{source.place(error.setting)}: {error}") from error
 
 
 def run_plan(
@@ -90,11 +97,14 @@ def run_plan(
     about: Mapping[str, Any] | None = None,
 ) -> RunResult:
     """Run what has been planned; `about` goes into `job.json`, too. Raises as `run_job`."""
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     for name, policy in config.used_policies().items():
         if isinstance(policy, OpenAIPolicyConfig | AnthropicPolicyConfig):
-            asked = f"asking the server of policy {name}: {policy.base_url or policy.model}"
-            console.print(asked, highlight=False, markup=False, soft_wrap=True)
-    clients = client_policies(config)
+            say(f"asking the server of policy {name}: {policy.base_url or policy.model}")
+    clients = client_policies(config, say)
     job = {
         "job": plan.job,
         "config": config.model_dump(mode="json"),
@@ -118,7 +128,7 @@ def run_plan(
     if config.sandbox.keep_states != "none":
         from rollcage.cluster.recorded_run import kept_states
 
-        console.print(kept_states(run), highlight=False, markup=False, soft_wrap=True)
+        say(kept_states(run))
     return RunResult(run, summarize(run), interrupted)
 
 
@@ -135,7 +145,7 @@ def new_run_directory(parent: Path, name: str) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def _config(options: RunOptions) -> JobConfig:
+def _config(options: RunOptions) -> tuple[JobConfig, Source]:
     if options.job is None and not (options.tasks and options.agents):
         raise InputError("name a job file, or give --tasks and --agent")
     settings: dict[str, Any] = {
@@ -148,19 +158,20 @@ def _config(options: RunOptions) -> JobConfig:
         "skip_unready": options.skip_unready or None,
         "ray": {"address": options.address} if options.address else None,
     }
-    return load_job(options.job, options.overrides, settings)
+    return read_job(options.job, options.overrides, settings)
 
 
-def client_policies(config: JobConfig) -> dict[str, Policy]:
-    """The policies that need no actor: those of a file, and clients of servers that run already."""
+def client_policies(config: JobConfig, say: Say = lambda _line: None) -> dict[str, Policy]:
+    """The policies that need no actor: those of a file, and clients of servers that run already. `say` is told where
+    a server lets wait."""
     return {
-        name: client_policy(name, policy)
+        name: client_policy(name, policy, say)
         for name, policy in config.used_policies().items()
         if not isinstance(policy, VllmPolicyConfig)
     }
 
 
-def client_policy(name: str, policy: PolicyConfig) -> Policy:
+def client_policy(name: str, policy: PolicyConfig, say: Say = lambda _line: None) -> Policy:
     """A policy that can be pickled to each host. Raises `InputError`, and `CouldNotRun` where its server fails."""
     try:
         if isinstance(policy, ScriptedPolicyConfig):
@@ -170,18 +181,18 @@ def client_policy(name: str, policy: PolicyConfig) -> Policy:
         if isinstance(policy, OpenAIPolicyConfig):
             from rollcage.cluster.openai_policy import served_policy
 
-            return served_policy(name, policy, policy.tokenizer and model_path(policy.tokenizer))
+            return served_policy(name, policy, policy.tokenizer and model_path(policy.tokenizer), say)
         if isinstance(policy, AnthropicPolicyConfig):
             from rollcage.cluster.anthropic_policy import checked_policy
 
-            return checked_policy(name, policy)
+            return checked_policy(name, policy, say)
         if isinstance(policy, RecordedPolicyConfig):
             from rollcage.rollout.policies.recorded import RecordedPolicy
 
             tokenizer = policy.tokenizer and model_path(policy.tokenizer)
             return RecordedPolicy(policy.run, agent=policy.agent, name=name, tokenizer=tokenizer)
     except (ValueError, OSError) as error:
-        raise InputError(f"policies.{name}: {error}") from error
+        raise InputError(f"policies.{name}: {error}").about("policies", name) from error
     raise InputError(f"policies.{name}: this kind is not there yet: {policy.kind}")
 
 
@@ -210,7 +221,13 @@ async def _run(
             progress.say("joining the Ray cluster" if config.ray.address else "starting Ray on this machine")
             if config.sandbox.network.insecure_network:
                 progress.say(INSECURE)
-            control = await stack.enter_async_context(job_control(Path(ledger.location.path), progress.say))
+            starting = {
+                name: policy.version
+                for name, policy in config.used_policies().items()
+                if isinstance(policy, VllmPolicyConfig)
+            }
+            folder = Path(ledger.location.path)
+            control = await stack.enter_async_context(job_control(folder, progress.say, starting))
             await stack.enter_async_context(_ray(config, interrupts))
             from rollcage.cluster.actors import RayHosts
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
@@ -225,9 +242,12 @@ async def _run(
             failure = None
 
             def run_out(why: str) -> None:
-                progress.say(f"{why}: no more rollouts; those that run end with the answer that they are at")
+                progress.say(
+                    f"{why}: no more rollouts; those that run end as cancelled and ungraded, once they have the answer "
+                    "that they wait for"
+                )
                 interrupts.then(driver.stop, RUNNING_OUT)
-                driver.run_out()
+                driver.run_out(why)
 
             try:
                 async with stopping_when_spent(budgets, run_out):
@@ -293,30 +313,43 @@ async def _clean_up(hosts: set[str], config: JobConfig, plan: JobPlan, progress:
 async def _served_policies(
     config: JobConfig, progress: JobProgress
 ) -> AsyncIterator[dict[str, ServedPolicy]]:
-    """The policies that vLLM serves, ready to answer; stopped when the block ends. Raises `InputError` and
-    `CouldNotRun`."""
+    """The policies that vLLM serves, started side by side, ready to answer; stopped when the block ends. Raises
+    `InputError` and `CouldNotRun`, where one of them fails; then the others are stopped."""
     from rollcage.cluster.policies import ServedPolicy
 
-    policies: dict[str, ServedPolicy] = {}
+    settings = {
+        name: policy
+        for name, policy in config.used_policies().items()
+        if isinstance(policy, VllmPolicyConfig)
+    }
     async with AsyncExitStack() as stack:
-        for name, policy in config.used_policies().items():
-            if not isinstance(policy, VllmPolicyConfig):
-                continue
-            if policy.max_staleness == 0 and policy.stale == "drop":
-                progress.say(
-                    f"policies.{name}.max_staleness is 0: a rollout under which the weights change begins again, "
-                    f"{Retries(config.retries).budget(BY_NAME['stale'])} times at most; where updates come faster than "
-                    "rollouts end, none does"
-                )
+
+        async def start(name: str, policy: VllmPolicyConfig) -> ServedPolicy:
             started = time.monotonic()
             progress.say(f"starting policy {name}: {policy.model} in {policy.replicas} replica(s) of vLLM")
             model = await asyncio.to_thread(model_path, policy.model)
             served = ServedPolicy(name, policy, model, say=progress.say)
             await served.start()
             stack.push_async_callback(served.close)
-            policies[name] = served
             progress.say(f"policy {name} is ready after {time.monotonic() - started:.0f} s")
-        yield policies
+            return served
+
+        for name, policy in settings.items():
+            if policy.max_staleness == 0 and policy.stale == "drop":
+                progress.say(
+                    f"policies.{name}.max_staleness is 0: a rollout under which the weights change begins again, "
+                    f"{Retries(config.retries).budget(BY_NAME['stale'])} times at most; where updates come faster than "
+                    "rollouts end, none does"
+                )
+        starting = [asyncio.create_task(start(name, policy)) for name, policy in settings.items()]
+        try:
+            served = await asyncio.gather(*starting)
+        finally:  # the first failure is the one that is told
+            for task in starting:
+                task.cancel()
+            if starting:
+                await asyncio.wait(starting)
+        yield dict(zip(settings, served, strict=True))
 
 
 def model_path(model: str) -> str:

@@ -228,7 +228,11 @@ class Location:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(lock)
-            raise RunBusy(f"{self}: another process is writing this run") from error
+            holder = _holder(directory)
+            raise RunBusy(
+                f"{self}: another process{holder} is writing this run: wait until it has ended, or name another "
+                "directory (--output)"
+            ) from error
         return lock
 
     def _type(self, name: str) -> pa.fs.FileType:
@@ -366,6 +370,19 @@ def journalled(location: Location, table: str) -> list[pa.RecordBatch]:
 def _write_file(sink: pa.NativeFile, content: pa.Table) -> None:
     with pa.ipc.new_file(sink, content.schema, options=SHARD_OPTIONS) as writer:
         writer.write_table(content)
+
+
+def _holder(directory: Path) -> str:
+    """The process that has locked it, in brackets; empty where the kernel does not say (`/proc/locks`)."""
+    try:
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return ""
+    # 1: FLOCK  ADVISORY  WRITE 4711 fd:00:131 0 EOF
+    rows = (line.split() for line in locks.splitlines())
+    inode = f":{directory.stat().st_ino}"
+    found = [row[4] for row in rows if row[1] == "FLOCK" and row[5].endswith(inode) and int(row[4]) > 0]
+    return f" ({found[0]})" if len(found) == 1 else ""
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int:

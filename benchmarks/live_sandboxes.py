@@ -32,7 +32,7 @@ from rollcage.rollout.task import load_task
 RESERVE_MB = 16
 """What each counts for in admission: an idle sandbox uses about 5 MiB."""
 MIB, GIB = 1 << 20, 1 << 30
-COMMAND = 'read -r word < /proc/sys/kernel/hostname; grep -c "00000000" /proc/net/route; echo "$word %d"'
+COMMAND = 'grep -c "00000000" /proc/net/route; grep -om1 "containers/[0-9a-f]*" /proc/self/mountinfo; echo %d'
 
 
 async def run(sandboxes: int, at_once: int, spare: int, scratch: Path) -> None:
@@ -68,7 +68,11 @@ async def run(sandboxes: int, at_once: int, spare: int, scratch: Path) -> None:
             shell = await sandbox.shell()
             result = await shell.run(COMMAND % number, timeout=120)
             said = result.text.split()
-            if result.exit_code != 0 or said[:1] == ["0"] or said[1:] != [sandbox.id[:12], str(number)]:
+            if (
+                result.exit_code != 0
+                or said[:1] == ["0"]
+                or said[1:] != [f"containers/{sandbox.id}", str(number)]
+            ):
                 lost.append(f"{number}: its command said {result.text!r}")
         except RolloutError as error:
             lost.append(f"{number}: {error.error_class}: {error}")

@@ -30,7 +30,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcage.cluster.errors import CouldNotRun
-from rollcage.cluster.host import HostClient, HostLost, HostSpec, Prepared, SandboxHost
+from rollcage.cluster.host import HostClient, HostLoad, HostLost, HostSpec, Prepared, SandboxHost
 from rollcage.cluster.scratch import RAY, make_scratch, remove_scratch
 from rollcage.cluster.task_copies import pack_task
 from rollcage.rollout.outcome import RolloutError
@@ -153,9 +153,9 @@ class ActorHost:
         attempt: Attempt = await self._call(self._actor.run.remote(spec, policy))
         return attempt
 
-    async def expect(self, coming: Sequence[str]) -> int | None:
-        room: int | None = await self._call(self._actor.expect.remote(list(coming)))
-        return room
+    async def expect(self, coming: Sequence[str]) -> HostLoad:
+        load: HostLoad = await self._call(self._actor.expect.remote(list(coming)))
+        return load
 
     async def drop_states(self, attempt_id: str) -> None:
         await self._call(self._actor.drop_states.remote(attempt_id))

@@ -8,24 +8,30 @@ import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from rollcage.cluster.asked import answer_of
+from rollcage.cluster.asked import Say, answer_of, remedy
 from rollcage.cluster.config_policies import AnthropicPolicyConfig
 from rollcage.cluster.errors import CouldNotRun
 from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies.anthropic import AnthropicPolicy
-from rollcage.rollout.policies.anthropic_client import API_URL, Endpoint, check
+from rollcage.rollout.policies.anthropic_client import API_URL, START_SEC, Endpoint, check
 from rollcage.rollout.policies.api_keys import api_key
 from rollcage.rollout.policies.budget import LocalBudget
 
 
-def checked_policy(name: str, settings: AnthropicPolicyConfig) -> AnthropicPolicy:
-    """The policy, of a server that takes its key and knows its model. Blocks until it has said so. Raises as
-    `anthropic_policy`, and `CouldNotRun` where no server is there."""
+def checked_policy(
+    name: str, settings: AnthropicPolicyConfig, say: Say = lambda _line: None
+) -> AnthropicPolicy:
+    """The policy, of a server that takes its key and knows its model. Blocks until it has said so; `say` is told where
+    that takes longer. Raises as `anthropic_policy`, and `CouldNotRun` where no server is there."""
     policy = anthropic_policy(name, settings)
+    url = policy.endpoint.base_url or API_URL
     try:
-        answer_of(check(policy.endpoint))
+        answer_of(check(policy.endpoint), url, within_sec=min(policy.endpoint.retry_sec, START_SEC), say=say)
     except PolicyError as error:
-        raise CouldNotRun(f"policies.{name}: {policy.endpoint.base_url or API_URL}: {error}") from error
+        said = f"policies.{name}: {url}: {error}{remedy(error)}"
+        raise CouldNotRun(said).about("policies", name, "base_url") from error
+    except ValueError as error:
+        raise ValueError(f"{url}: {_refusal(error, settings)}") from error
     return policy
 
 
@@ -61,6 +67,14 @@ def anthropic_policy(
         prices=None if settings.prices is None else settings.prices.prices(),
         budget=None if settings.budget_usd is None else LocalBudget(settings.budget_usd),
     )
+
+
+def _refusal(error: ValueError, settings: AnthropicPolicyConfig) -> str:
+    """What `check` found that the user must change, and with which setting."""
+    fault = error.__cause__
+    if isinstance(fault, PolicyError) and fault.evidence.status == 404:
+        return f"the server has no model {settings.model!r}: correct `model`, or `base_url` (which is without /v1)"
+    return str(error)
 
 
 def _is_loopback(url: str | None) -> bool:

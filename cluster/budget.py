@@ -20,7 +20,10 @@ from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.policies.budget import Budgeted, spent_message
 
 CONCURRENT_CALLS = 10_000
-"""Each is over at once, but for the driver's own."""
+"""Each is over at once, but for those that wait for the budget's end: one of the driver's, one of a host's."""
+
+ASK_AGAIN_SEC = 1.0
+"""Between tries to reach an actor that cannot be reached now."""
 
 
 class Purse:
@@ -68,12 +71,15 @@ class SharedBudget:
         return spent
 
     async def until_spent(self) -> str:
-        """Wait until no answer may begin any more; why that is."""
-        try:
-            await self._ask(self._purse.until_spent.remote())
-        except Cancelled as gone:
-            return gone.message
-        return spent_message(self.limit_usd)
+        """See `Budget`. The actor's loss is such a reason."""
+        while True:
+            try:
+                await self._ask(self._purse.until_spent.remote())
+                return spent_message(self.limit_usd)
+            except Cancelled as gone:
+                return gone.message
+            except PolicyError:  # it passes
+                await asyncio.sleep(ASK_AGAIN_SEC)
 
     async def _ask(self, answer: Any) -> Any:
         asked = asyncio.ensure_future(answer)

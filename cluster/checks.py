@@ -14,6 +14,9 @@ from rollcage.cluster.scratch import remove_abandoned
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.task import Environment, Problem, Task, check_task, find_tasks, near_misses
 
+MOST_NAMED = 20
+"""Jobs that one message lists."""
+
 
 def locate_tasks(paths: Sequence[str], base: Path | None = None) -> list[Path]:
     """Directories of tasks below these paths and globs. Raises `InputError` that names what has none."""
@@ -120,6 +123,15 @@ def import_tasks(source: Path, target: Path, *, overwrite: bool) -> list[dict[st
     return reports
 
 
+def _no_such_job(job: str, living: set[str], saved: Counter[str]) -> str:
+    """`living` have sandboxes, `saved` have so many states."""
+    if saved[job]:
+        return f"the job {job!r} has no sandbox on this engine, but {saved[job]} saved state(s): --states removes them"
+    there = sorted(living | {name for name, count in saved.items() if name and count})
+    known = ", ".join(there[:MOST_NAMED]) + (", ..." if len(there) > MOST_NAMED else "") if there else "none"
+    return f"there is no job {job!r} on this engine (`job` in job.json is a job's name); there are: {known}"
+
+
 async def clean_up_after(hosts: Iterable[str], docker_host: str | None) -> None:
     """Remove what these hosts left on this machine and on the engine at `docker_host`. Raises `CouldNotRun`."""
     remove_abandoned()
@@ -144,10 +156,10 @@ async def collect_garbage(
     or all of ours. With `states`, saved states too: the job's, or all. Counts by kind; beside them `stuck_networks`,
     what the engine would not remove, and `states_left` and `states_left_bytes`, all that are there then.
 
-    Raises `CouldNotRun`, and `InputError` for a job that has nothing there.
+    Raises `CouldNotRun`, and `InputError` that names the jobs which have something there for one that has not.
     """
     from rollcage.rollout.sandbox.engine import Engine
-    from rollcage.rollout.sandbox.reaper import hosts_of, reap, reap_dead, stuck_networks
+    from rollcage.rollout.sandbox.reaper import hosts_of, jobs_on, reap, reap_dead, stuck_networks
     from rollcage.rollout.sandbox.states import list_states, remove_states
 
     now = float("inf") if everything else time.time()
@@ -157,12 +169,12 @@ async def collect_garbage(
         engine = Engine(docker_host)
         try:
             hosts: set[str] = await hosts_of(engine, job) if job else set()
+            if job and not hosts:
+                saved = Counter(state.job for state in await list_states(engine))
+                if not (states and saved[job]):
+                    raise InputError(_no_such_job(job, await jobs_on(engine), saved))
             if states:
                 counts["states"] += await remove_states(engine, job=job)
-            if job and not hosts and not states:
-                raise InputError(
-                    f"no sandbox on this engine is of a job called {job!r}: job.json has a job's name"
-                )
             for host in hosts:
                 counts.update(asdict(await reap(engine, host=host, job=None, now=now)))
             if not job:

@@ -245,7 +245,8 @@ def doctor(docker_host: DockerHost = None, as_json: Json = False) -> None:
 @app.command()
 def gc(
     job: Annotated[
-        str | None, typer.Option("--job", help="Everything of this job, also if it lives.")
+        str | None,
+        typer.Option("--job", help="Everything of this job (`job` in its job.json), also if it lives."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything of ours, also if it lives.")] = False,
     images: Annotated[bool, typer.Option("--images", help="The cached task images, too.")] = False,
@@ -269,7 +270,12 @@ def gc(
         )
         out.print("removed: " + ", ".join(f"{count} {name}" for name, count in removed.items()))
         if left:
-            out.print(f"kept: {left} sandbox state(s), {size / 2**30:.1f} GiB (--states removes them)")
+            remedy = " (--states removes them)" if not states else ""
+            out.print(
+                f"kept: {left} sandbox state(s), {size / 2**20:,.0f} MiB beyond the images that they share{remedy}",
+                highlight=False,
+                soft_wrap=True,
+            )
         if stuck:
             out.print(
                 f"left: {stuck} network(s) whose endpoints the engine has lost count of (moby issue 42119): "

@@ -18,7 +18,9 @@ RUNS = "runs"
 
 Run = Annotated[
     str | None,
-    typer.Option("--run", help="The run directory, or its URI; default: of the one job that runs below ./runs."),
+    typer.Option(
+        "--run", help="The run directory, or its URI; default: of the one job that runs below ./runs."
+    ),
 ]
 Policy = Annotated[str | None, typer.Option("--policy", help="Its name; default: the only one.")]
 
@@ -60,7 +62,7 @@ def update(
         said = f"policy {done.policy}: version {done.version} after {done.seconds:.1f} s"
         out.print(escape(said), highlight=False, soft_wrap=True)
         for number, how in done.replicas.items():
-            out.print(escape(f"replica {number}: {_WORDS.get(how, how)}"), highlight=False, soft_wrap=True)
+            out.print(escape(f"replica {number}: {how_told(how)}"), highlight=False, soft_wrap=True)
     raise typer.Exit(Exit.INCOMPLETE if done.failed else Exit.DONE)
 
 
@@ -75,7 +77,10 @@ def status(run: Run = None, policy: Policy = None, as_json: Json = False) -> Non
         return
     for name, one in found.items():
         where = "" if one.path is None else f" from {one.path}"
-        out.print(escape(f"policy {name}: version {one.version}{where}"), highlight=False, soft_wrap=True)
+        said = "starting" if one.starting else f"version {one.version}{where}"
+        out.print(escape(f"policy {name}: {said}"), highlight=False, soft_wrap=True)
+        if one.starting:
+            continue
         table = Table(*_COLUMNS, "said", box=None)
         for replica in one.replicas:
             row = (
@@ -98,3 +103,9 @@ _WORDS = {
     "later": "is about to start, with them (later)",
     "lost": "is lost, and starts again with them (lost)",
 }
+
+
+def how_told(how: str) -> str:
+    """How a replica took its weights (`PolicyUpdate.replicas`), for people."""
+    word, colon, why = how.partition(": ")
+    return f"{_WORDS[word]}{colon}{why}" if word in _WORDS else how

@@ -9,32 +9,29 @@ them. `job_schema` is the same as JSON schema.
 from __future__ import annotations
 
 import glob
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from rollcage.cluster.config_explained import explained
 from rollcage.cluster.config_model import (
     AgentConfig,
     JobConfig,
     NetworkConfig,
-    ProxiesConfig,
     RayConfig,
     SandboxConfig,
     StreamConfig,
 )
 from rollcage.cluster.config_policies import (
-    KINDS,
     PolicyConfig,
-    RecordedPolicyConfig,
     SamplingConfig,
     ScriptedPolicyConfig,
     VllmPolicyConfig,
 )
+from rollcage.cluster.config_policy_checks import policy_problems
 from rollcage.cluster.config_source import (
     ConfigError,
     Source,
@@ -47,6 +44,7 @@ from rollcage.cluster.config_source import (
     shown,
 )
 from rollcage.rollout.agents.base import known_agents, load_agent
+from rollcage.rollout.agents.options import BadOption
 from rollcage.rollout.outcome import BY_NAME, Domain, Quarantine
 
 __all__ = [
@@ -62,6 +60,7 @@ __all__ = [
     "VllmPolicyConfig",
     "job_schema",
     "load_job",
+    "read_job",
 ]
 
 PATHS = (
@@ -73,21 +72,11 @@ PATHS = (
     ("policies", "*", "tokenizer", "?"),
     ("policies", "*", "lora", "path"),
     ("policies", "*", "model", "?"),
+    ("policies", "*", "engine_args", "tokenizer", "?"),
     ("agents", "*", "options", "*", "?"),
     ("policy", "?"),
 )
 """Settings that are paths; see `resolve_paths`."""
-
-HARBOR_NAMES = {
-    "datasets": "tasks",
-    "jobs_dir": "output",
-    "job_name": "name",
-    "n_attempts": "samples",
-    "n_concurrent": "concurrency",
-    "n_concurrent_trials": "concurrency",
-    "timeout_multiplier": "agent_timeout_multiplier",
-}
-"""What Harbor calls a setting, and what it is called here."""
 
 
 def load_job(
@@ -95,13 +84,23 @@ def load_job(
     overrides: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
 ) -> JobConfig:
+    """`read_job`, without where its settings come from."""
+    return read_job(path, overrides, options)[0]
+
+
+def read_job(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+) -> tuple[JobConfig, Source]:
     """The job of a YAML file, changed by `options` and then by `overrides` (`a.b=c`).
 
     Without a file, `options` are all there is: `{"tasks": [...], "agents": ["oracle"], "samples": 4}`. In both,
     `agent` stands for a list of one, and `policy` for the policy of all agents that name none: the name of one
     of `policies`, a script (`*.yaml`), or else a model for vLLM. Options that are None are left out, and mappings
     (`{"ray": {"address": ...}}`) add to the file's.
-    An override goes through lists by place, label or name: `agents.bash.samples=2`.
+    An override goes through lists by place, label or name: `agents.bash.samples=2`. Beside the job comes the place of
+    each of its settings, for what is found wrong with one later.
 
     Raises `ConfigError` with all problems.
     """
@@ -126,7 +125,7 @@ def load_job(
     if path is not None and "name" not in source.data:
         stem = "".join(char if char.isalnum() or char in "._-" else "-" for char in Path(path).stem)
         source.data["name"] = stem.lstrip("._-")[:63] or "job"
-    return _checked(source)
+    return _checked(source), source
 
 
 def changed_job(job: JobConfig, overrides: Sequence[str], options: Mapping[str, Any], file: str) -> JobConfig:
@@ -146,10 +145,11 @@ def changed_job(job: JobConfig, overrides: Sequence[str], options: Mapping[str, 
 
 
 def _checked(source: Source) -> JobConfig:
+    """The job that these settings make. Raises `ConfigError` with all problems."""
     try:
         config = JobConfig.model_validate(source.data)
     except ValidationError as error:
-        raise ConfigError(sorted(dict.fromkeys(_explain(error, source)), key=line_of)) from error
+        raise ConfigError(sorted(dict.fromkeys(explained(error, source)), key=line_of)) from error
     problems = [source.problem(*problem) for problem in _cross_check(config)]
     if problems:
         raise ConfigError(problems)
@@ -176,7 +176,8 @@ def job_schema() -> dict[str, Any]:
         "type": "string",
         "description": "Of all agents that name none: one of `policies`, a script (*.yaml), or a model for vLLM.",
     }
-    properties["tasks"] = {"anyOf": [{"type": "string"}, properties["tasks"]]}
+    described = {"description": properties["tasks"].pop("description")}
+    properties["tasks"] = {"anyOf": [{"type": "string"}, properties["tasks"]], **described}
     schema["required"] = ["tasks"]
     schema["oneOf"] = [{"required": ["agents"]}, {"required": ["agent"]}]
     return schema
@@ -252,12 +253,7 @@ def _cross_check(config: JobConfig) -> Iterator[tuple[Where, str, str]]:
             remedy = "give each a `label` of its own"
             yield ("agents", place), f"{labels[agent.called]} agents are called {agent.called!r}", remedy
         yield from _check_agent(config, agent, ("agents", place))
-    for name, policy in config.policies.items():
-        if isinstance(policy, ScriptedPolicyConfig) and not Path(policy.file).is_file():
-            yield ("policies", name, "file"), f"there is no file {policy.file}", "write the answers there"
-        elsewhere = isinstance(policy, RecordedPolicyConfig) and "://" in policy.run
-        if isinstance(policy, RecordedPolicyConfig) and not (elsewhere or Path(policy.run).is_dir()):
-            yield ("policies", name, "run"), f"there is no run {policy.run}", "name a run directory"
+    yield from policy_problems(config)
     if config.journal is not None and "://" not in (config.output or ""):
         yield ("journal",), "is for a run at a URI", "leave it out: a run on this machine holds its own"
     if config.mode != "stream" and config.stream != StreamConfig():
@@ -276,24 +272,19 @@ def _cross_check(config: JobConfig) -> Iterator[tuple[Where, str, str]]:
             yield where, f"{row.domain} errors of this class are never tried again", remedy
 
 
-def _option_named(agent: AgentConfig, said: str) -> tuple[str, ...]:
-    """The option that the message speaks of first; none where it names none that is there."""
-    known = "|".join(map(re.escape, agent.options))
-    found = re.search(rf"\b({known})\b", said.partition("these options: ")[2]) if known else None
-    return () if found is None else (found[1],)
-
-
 def _check_agent(config: JobConfig, agent: AgentConfig, where: Where) -> Iterator[tuple[Where, str, str]]:
     try:
         loaded = load_agent(agent.name, agent.options)
+    except BadOption as error:
+        option = (error.option,) if error.option in agent.options else ()
+        remedy = "see docs/agents.md" if agent.name in known_agents() else "see what its __init__ takes"
+        yield (*where, "options", *option), str(error), remedy
+        return
     except (ValueError, OSError, ImportError, AttributeError) as error:
         if ":" not in agent.name and agent.name not in known_agents():
             yield (*where, "name"), f"no agent is called {agent.name!r}", nearest(agent.name, known_agents())
         else:
-            setting = (
-                ("options", *_option_named(agent, str(error))) if "these options" in str(error) else ("name",)
-            )
-            yield (*where, *setting), str(error), "docs/agents.md has the options of bash, tools and keys"
+            yield (*where, "name"), str(error), "see docs/agents.md, and README.md for agents of your own"
         return
     if agent.policy is not None and agent.policy not in config.policies:
         remedy = nearest(agent.policy, config.policies) if config.policies else "describe it under `policies`"
@@ -321,75 +312,3 @@ def _retried() -> list[str]:
         and row.quarantine is not Quarantine.AT_ONCE
         and row.name != "cancelled"
     ]
-
-
-def _explain(error: ValidationError, source: Source) -> Iterator[str]:
-    """pydantic's findings, in the terms of the file."""
-    for found in error.errors():
-        loc: Where = found["loc"]
-        # In a way through a union of models pydantic names the member that was chosen.
-        where = (*loc[:2], *loc[3:]) if loc[:1] == ("policies",) and len(loc) > 2 else loc
-        value, kind = found["input"], found["type"]
-        if kind == "extra_forbidden":
-            model = _model_at(JobConfig, loc[:-1])
-            yield source.problem(where, "there is no such setting", _remedy(str(loc[-1]), model))
-        elif kind == "missing":
-            remedy = "name the tasks" if loc == ("tasks",) else f"add `{loc[-1]}`"
-            yield source.problem(where, "is required and not there", remedy)
-        elif kind == "union_tag_not_found":
-            yield source.problem(where, "does not say its kind", "add `kind:` one of " + ", ".join(KINDS))
-        elif kind == "union_tag_invalid":
-            remedy = nearest(str(value.get("kind")), KINDS)
-            yield source.problem((*where, "kind"), f"there is no kind {shown(value.get('kind'))}", remedy)
-        elif kind == "too_short":
-            yield source.problem(where, "is empty", "name at least one")
-        elif kind == "string_pattern_mismatch":
-            remedy = "letters, digits and . _ @ -, at most 63"
-            yield source.problem(_without_key(where), f"cannot be a name: {shown(value)}", remedy)
-        else:
-            said = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-            told = said if isinstance(value, Mapping) else f"{said}, not {shown(value)}"
-            yield source.problem(_without_key(where), told, "see `rollcage config schema`")
-
-
-def _without_key(where: Where) -> Where:
-    """The way to a mapping's entry, where it is the key that is wrong."""
-    return where[:-1] if where[-1:] == ("[key]",) else where
-
-
-def _remedy(key: str, model: type[BaseModel]) -> str:
-    """Where an unknown key may belong: a setting of another name here, or of this name elsewhere."""
-    if (ours := HARBOR_NAMES.get(key)) in model.model_fields:
-        return f"here it is called {ours!r}"
-    elsewhere: dict[str, type[BaseModel]] = {
-        "the job itself": JobConfig,
-        "`sandbox`": SandboxConfig,
-        "`sandbox.network`": NetworkConfig,
-        "`sandbox.proxies`": ProxiesConfig,
-        "`sampling` of a policy": SamplingConfig,
-        "an agent": AgentConfig,
-        "a policy": VllmPolicyConfig,
-        "`ray`": RayConfig,
-        "`stream`": StreamConfig,
-    }
-    for place, other in elsewhere.items():
-        if key in other.model_fields:
-            return f"it is a setting of {place}"
-    return nearest(key, model.model_fields)
-
-
-def _model_at(annotation: Any, loc: Where) -> type[BaseModel]:
-    """The model that the settings at `loc` are checked against."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        if not loc:
-            return annotation
-        return _model_at(annotation.model_fields[str(loc[0])].annotation, loc[1:])
-    origin, members = get_origin(annotation), get_args(annotation)
-    if origin is dict:
-        return _model_at(members[1], loc[1:])
-    if origin is list:
-        return _model_at(members[0], loc[1:])
-    if origin is UnionType and loc:
-        chosen = [member for member in members if loc[0] in get_args(member.model_fields["kind"].annotation)]
-        return _model_at(chosen[0], loc[1:])
-    return _model_at(members[0], loc)

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rollcage.cluster.config_policies import Count, PolicyConfig, Seconds, Settings
+from rollcage.cluster.config_policies import PolicyConfig
+from rollcage.cluster.config_settings import Count, Seconds, Settings
 from rollcage.cluster.stream import MAX_LAG_GROUPS
 from rollcage.rollout.agents.base import load_agent
 from rollcage.rollout.sandbox.subnets import LEAST_RANGE_PREFIX
@@ -113,8 +114,10 @@ class SandboxConfig(Settings):
         default=None, description="The engine's address; None: DOCKER_HOST or the socket."
     )
     build_slots: Count = Field(default=2, description="Image builds at once on a host.")
-    pids: Count = 1024
-    cpus: float | None = Field(default=None, gt=0)
+    pids: Count = Field(default=1024, description="Processes that a sandbox may have at once.")
+    cpus: float | None = Field(
+        default=None, gt=0, description="CPUs, a fraction too; None: as many as are free."
+    )
     memory_mb: int | None = Field(default=None, ge=6, description="MiB; an engine takes no less than 6.")
     storage_mb: Count | None = Field(default=None, description="MiB.")
     deadline_sec: Seconds = Field(
@@ -154,13 +157,13 @@ class SandboxConfig(Settings):
         description="A file of CA certificates on each host, that builds and sandboxes trust in the place of their "
         "image's own: the host's whole bundle.",
     )
-    proxies: ProxiesConfig = ProxiesConfig()
+    proxies: ProxiesConfig = Field(default=ProxiesConfig(), description="The way to the internet.")
     warm: int | None = Field(
         default=None,
         ge=0,
         description="Sandboxes started ahead on a host; None: an eighth of concurrency, 2 at least.",
     )
-    network: NetworkConfig = NetworkConfig()
+    network: NetworkConfig = Field(default=NetworkConfig(), description="What sandboxes with internet share.")
 
     @field_validator("ca_bundle")
     @classmethod
@@ -173,8 +176,13 @@ class SandboxConfig(Settings):
 class RayConfig(Settings):
     """Ray. Without an address it is started on this machine and ended with the job."""
 
-    address: str | None = None
-    num_cpus: Count | None = None
+    address: str | None = Field(
+        default=None, description="HOST:PORT of a cluster to join; None: Ray is started here."
+    )
+    num_cpus: Count | None = Field(
+        default=None,
+        description="CPUs that Ray counts on where it is started here; None: all of this machine.",
+    )
 
 
 class StreamConfig(Settings):
@@ -209,17 +217,21 @@ class StreamConfig(Settings):
 class JobConfig(Settings):
     """A job: every task by every agent, `samples` times; or, as a stream, again and again."""
 
-    name: Name = "job"
+    name: Name = Field(
+        default="job", description="What run directories are called after; without it, the YAML's own name."
+    )
     mode: Literal["batch", "stream"] = Field(
         default="batch",
         description="`batch`: each task once. `stream`: tasks are drawn for as long as a trainer reads.",
     )
     stream: StreamConfig = StreamConfig()
     tasks: list[str] = Field(min_length=1, description="Task directories, directories of them, or globs.")
-    agents: list[AgentConfig] = Field(min_length=1)
-    policies: dict[Name, PolicyConfig] = Field(default={})
+    agents: list[AgentConfig] = Field(min_length=1, description="Each does every task.")
+    policies: dict[Name, PolicyConfig] = Field(
+        default={}, description="What agents work with, by names of one's own."
+    )
     samples: Count = Field(default=1, description="Rollouts of each task and agent: a group.")
-    seed: int = 0
+    seed: int = Field(default=0, description="Every draw of chance in the job comes from it.")
     concurrency: Count = Field(default=8, description="Rollouts at once.")
     pass_threshold: float = Field(default=1.0, description="A primary reward of at least so much has passed.")
     reward_key: str | None = Field(
@@ -235,8 +247,10 @@ class JobConfig(Settings):
         description="Where on this machine the journal of a run at a URI lies; None: in the user's state directory.",
     )
     agent_timeout_sec: Seconds | None = Field(default=None, description="In the place of every task's own.")
-    agent_timeout_multiplier: Factor = 1.0
-    verifier_timeout_multiplier: Factor = 1.0
+    agent_timeout_multiplier: Factor = Field(default=1.0, description="Of what each task gives its agent.")
+    verifier_timeout_multiplier: Factor = Field(
+        default=1.0, description="Of what each task gives its verifier."
+    )
     keep_processes: list[str] = Field(
         default=[],
         description="Names of tasks, or patterns of names, whose tests grade services that the agent started: "
@@ -248,8 +262,10 @@ class JobConfig(Settings):
     max_quarantined_tasks: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Stop the job when more tasks than this are quarantined."
     )
-    sandbox: SandboxConfig = SandboxConfig()
-    ray: RayConfig = RayConfig()
+    sandbox: SandboxConfig = Field(
+        default=SandboxConfig(), description="Containers, their limits and networks."
+    )
+    ray: RayConfig = Field(default=RayConfig(), description="Where the job's actors run.")
 
     def policy_of(self, agent: AgentConfig) -> str | None:
         """The policy that the agent works with: its own, or the job's only one; None where it needs none."""

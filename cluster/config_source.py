@@ -195,11 +195,11 @@ def line_of(problem: str) -> int:
     return int(line) if line.isdecimal() else 0
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy for a wrong name: the nearest known one, else all of them."""
+def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A remedy for a wrong name: the nearest known one, else `otherwise`, or all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name.lower(), names, n=1)
-    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(names)
+    return f"did you mean {close[0]!r}?" if close else otherwise or "known: " + ", ".join(names)
 
 
 def shown(value: Any) -> str:

@@ -54,8 +54,9 @@ Replicas = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """What came of an update. `replicas` says how each took the weights: `reload`, `lora`, `restart`; `same` where it
-    had this version; `later` or `lost` where it starts with them; `failed: ...` where it is tried again."""
+    """What came of an update. `replicas` says how each took the weights: `reload`, `lora`, `restart` (`restart: why`
+    where the engine says why); `same` where it had this version; `later` or `lost` where it starts with them; `failed:
+    ...` where it is tried again."""
 
     policy: str
     version: int
@@ -72,12 +73,17 @@ class PolicyUpdate:
 @dataclass(frozen=True)
 class PolicyStatus:
     """A policy as the job sees it. `version` and `path` are of the weights that are current; `path` is None for those
-    that the job began with."""
+    that the job began with. There are no `replicas` while it starts."""
 
     policy: str
     version: int
     path: str | None
     replicas: Replicas
+
+    @property
+    def starting(self) -> bool:
+        """It does not answer yet."""
+        return not self.replicas
 
 
 def update_policy(

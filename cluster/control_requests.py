@@ -15,11 +15,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from rollcage.cluster.config_policies import Settings
+from rollcage.cluster.config_settings import Settings
 from rollcage.cluster.control import ALIVE, ANSWER, FOLDER, POLL_SEC, REQUEST, write_json
 
 MOST_BYTES = 16 << 20
@@ -84,6 +85,24 @@ Request = UpdateRequest | StatusRequest | WeightsRequest | StopRequest
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="do")])
 
 
+STARTING = "the policies of this job are starting"
+
+
+class _Starting:
+    """In the place of a policy that is not there yet: an update waits for it."""
+
+    path = None
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    async def update(self, path: str, version: int) -> dict[int, str]:
+        raise Refused(STARTING)
+
+    def status(self) -> list[dict[str, Any]]:
+        return []
+
+
 class Refused(Exception):
     """The request cannot be carried out; nothing has changed."""
 
@@ -107,10 +126,13 @@ def control_folder(run: Path, say: Callable[[str], None]) -> Iterator[Path | Non
 
 
 @asynccontextmanager
-async def job_control(run: Path, say: Callable[[str], None]) -> AsyncIterator[JobControl]:
-    """Inside the block, requests to the job that writes `run` are answered. `say` is told of updates, a line each."""
+async def job_control(
+    run: Path, say: Callable[[str], None], starting: Mapping[str, int] = MappingProxyType({})
+) -> AsyncIterator[JobControl]:
+    """Inside the block, requests to the job that writes `run` are answered. `say` is told of updates, a line each.
+    `starting`: names of the policies that are going to be served, with the versions of their weights."""
     with control_folder(run, say) as folder:
-        control = JobControl(folder, say)
+        control = JobControl(folder, say, starting)
         watching = asyncio.create_task(control.watch())
         try:
             yield control
@@ -122,14 +144,15 @@ async def job_control(run: Path, say: Callable[[str], None]) -> AsyncIterator[Jo
 
 
 class JobControl:
-    """Answers what is asked in `folder`. Until there are policies to be served an update waits."""
+    """Answers what is asked in `folder`. Until there are policies to be served an update waits, and these are said to
+    be `starting`, with no replica."""
 
-    def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path | None, say: Callable[[str], None], starting: Mapping[str, int]) -> None:
         self._folder = folder
         self._say = say
-        self._policies: Mapping[str, Updated] = {}
+        self._policies: Mapping[str, Updated] = {name: _Starting(starting[name]) for name in starting}
         self._driver: Steered | None = None
-        self._not_yet = "the policies of this job are starting"
+        self._not_yet = STARTING
         self._done: set[str] = set()
         """Requests that could not be removed, and are not to be answered twice."""
         self._begun: set[Path] = set()
@@ -196,7 +219,7 @@ class JobControl:
 
     async def _carried_out(self, answered: Path, request: Request) -> dict[str, Any]:
         try:
-            if self._not_yet:
+            if self._not_yet and not (self._not_yet == STARTING and isinstance(request, StatusRequest)):
                 raise Refused(self._not_yet)
             if isinstance(request, StatusRequest):
                 named = self._policies if request.policy is None else dict([self._named(request.policy)])

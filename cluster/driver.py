@@ -106,6 +106,7 @@ class Driver:
         self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._stopping = 0
+        self._run_out: Evidence | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
 
@@ -147,11 +148,12 @@ class Driver:
             self._cancel()
         self._changed.set()
 
-    def run_out(self) -> None:
+    def run_out(self, why: str = "") -> None:
         """Take no more rollouts, and let those that run end by themselves, however long it takes. `stop` cancels them.
-        Changes nothing where the job stops already."""
+        `why` is the evidence of those that had not begun. Changes nothing where the job stops already."""
         if not self._stopping:
             self._stopping = 1
+            self._run_out = Evidence(why, "rollcage") if why else None
             self._call_off()
             self._changed.set()
 
@@ -321,16 +323,17 @@ class Driver:
 
     async def _steer_host(self, host: HostClient) -> None:
         coming = () if self._stopping else self._scheduler.coming(host.name, self._plan.warm)
-        room = await self._ask(host, host.expect([key.digest for key in coming]))
+        load = await self._ask(host, host.expect([key.digest for key in coming]))
         if host.name in self._lost or host.name not in self._hosts:
             return
-        if isinstance(room, _Fault):
+        if isinstance(load, _Fault):
             if host.name not in self._unsteered:
                 self._unsteered.add(host.name)
-                self._progress.say(f"host {host.name} starts nothing ahead: {room.evidence.message}")
+                self._progress.say(f"host {host.name} starts nothing ahead: {load.evidence.message}")
             return
+        self._progress.turns[host.name] = load.turns
         concurrency = self._plan.concurrency
-        capacity = concurrency if room is None else max(1, min(concurrency, room))
+        capacity = concurrency if load.room is None else max(1, min(concurrency, load.room))
         if self._capacities.get(host.name) != capacity:
             self._capacities[host.name] = capacity
             self._scheduler.host_up(host.name, capacity, time.monotonic())
@@ -358,6 +361,7 @@ class Driver:
         if host.name in self._lost:
             return
         self._lost.add(host.name)
+        self._progress.turns.pop(host.name, None)
         self._scheduler.host_up(host.name, 0, time.monotonic())
         self._progress.say(f"host {host.name} is lost; what ran on it is tried again")
         self._spawn(self._replace(host), self._replacing)
@@ -406,7 +410,8 @@ class Driver:
         attempt = self._last.pop(end.key, None)
         if attempt is None or attempt.attempt_id != end.attempt_id:
             # No attempt decided it: its task was quarantined, or the job cancelled.
-            evidence = self._evidence.get(end.key.task_key) if end.outcome is Outcome.INVALID else None
+            invalid = end.outcome is Outcome.INVALID
+            evidence = self._evidence.get(end.key.task_key) if invalid else self._run_out
             error_class = end.error_class or "cancelled"
             policy = self._plan.agent(end.key.agent).policy
             attempt = own_record(

@@ -6,12 +6,26 @@ CouldNotRun   an engine, Ray or a model cannot be had (exit status 2)
 
 from __future__ import annotations
 
+from typing import Any, Self
 
-class InputError(Exception):
+
+class JobError(Exception):
+    """What both are. `setting`: the way to the job's setting that it is about, where it is about one; `run_job` puts
+    its line before the message."""
+
+    setting: tuple[Any, ...] = ()
+
+    def about(self, *setting: Any) -> Self:
+        """The same error, of this setting."""
+        self.setting = setting
+        return self
+
+
+class InputError(JobError):
     """Something that the user gave cannot be used."""
 
 
-class CouldNotRun(Exception):
+class CouldNotRun(JobError):
     """Something that the job needs is not there."""
 
     @classmethod

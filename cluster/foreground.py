@@ -28,6 +28,9 @@ from rollcage.rollout.outcome import BY_NAME, Outcome, RolloutError
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.trajectory import Attempt
 
+LEAST_LOST_SEC = 0.05
+"""Time lost to infra that is worth a word."""
+
 
 def try_task(
     task: Path,
@@ -108,7 +111,9 @@ def render(attempt: Attempt, console: Console) -> None:
         for also in attempt.evidence.also:
             console.print(escape(also), style="dim", highlight=False, soft_wrap=True)
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in attempt.phases.items())
-    console.print(f"[dim]{phases}[/]", highlight=False)
+    lost = attempt.infra_seconds
+    of_it = f"; of the agent's, {lost:.2f} s waited for the policy (its queue, retries, the way to it)"
+    console.print(f"[dim]{phases}{of_it if lost >= LEAST_LOST_SEC else ''}[/]", highlight=False)
 
 
 def _why(attempt: Attempt) -> str:

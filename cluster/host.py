@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollcage.cluster.scratch import remove_abandoned
 from rollcage.cluster.task_copies import TaskCopies
@@ -27,7 +27,7 @@ from rollcage.rollout.sandbox.reaper import host_name, reap, reap_dead
 from rollcage.rollout.sandbox.states import SavedState, list_states
 from rollcage.rollout.sandbox.traits import check_runtime, engine_traits
 from rollcage.rollout.task import Task, redactor
-from rollcage.rollout.trajectory import Attempt
+from rollcage.rollout.trajectory import Attempt, Trajectory
 from rollcage.verifier.verify import TestsVerifier
 
 INSECURE = (
@@ -55,6 +55,14 @@ class Prepared:
     retry_after_sec: float | None = None
 
 
+class HostLoad(NamedTuple):
+    """How a host is. `room`: how many attempts it can hold at once as things are, None where it knows of no limit.
+    `turns`: those that the attempts which run have had so far."""
+
+    room: int | None
+    turns: int = 0
+
+
 class HostClient(Protocol):
     """A host as the driver sees it, in this process or behind an actor.
 
@@ -71,9 +79,8 @@ class HostClient(Protocol):
         """Run one attempt to its end."""
         ...
 
-    async def expect(self, coming: Sequence[str]) -> int | None:
-        """These tasks (digests, one a rollout) are what comes next. Returns how many attempts the host can hold at
-        once as things are, None where it knows of no limit."""
+    async def expect(self, coming: Sequence[str]) -> HostLoad:
+        """These tasks (digests, one a rollout) are what comes next. Returns how the host is."""
         ...
 
     async def drop_states(self, attempt_id: str) -> None:
@@ -117,6 +124,7 @@ class SandboxHost:
         self._spec = spec
         self._emit = emit
         self._running: dict[str, asyncio.Task[Attempt]] = {}
+        self._trajectories: dict[str, Trajectory] = {}
         self._tasks: dict[str, Task] = {}
         self._images: dict[str, BuiltImage] = {}
         self._least_sec: dict[str, float] = {}
@@ -221,6 +229,7 @@ class SandboxHost:
         """Run one attempt of a task that `prepare` has made ready."""
         local = self._tasks.get(spec.task.digest, spec.task)
         self._least_sec[spec.task.digest] = least_seconds(spec)
+        trajectory = self._trajectories[spec.attempt_id] = Trajectory()
         work = run_attempt(
             replace(spec, task=replace(local, name=spec.task.name)),
             self._pool,
@@ -228,8 +237,12 @@ class SandboxHost:
             self._spec.policies[policy] if policy is not None else None,
             emit=self._emit,
             keep=keep,
+            trajectory=trajectory,
         )
-        return await self._tracked(spec.attempt_id, work)
+        try:
+            return await self._tracked(spec.attempt_id, work)
+        finally:
+            del self._trajectories[spec.attempt_id]
 
     async def _tracked(self, attempt_id: str, work: Coroutine[Any, Any, Attempt]) -> Attempt:
         """Await an attempt that `cancel` reaches."""
@@ -239,7 +252,7 @@ class SandboxHost:
         finally:
             del self._running[attempt_id]
 
-    async def expect(self, coming: Sequence[str]) -> int | None:
+    async def expect(self, coming: Sequence[str]) -> HostLoad:
         known = [digest for digest in coming if digest in self._images and digest in self._tasks]
         self._pool.expect(
             [
@@ -250,7 +263,8 @@ class SandboxHost:
             ]
         )
         waiting = self._pool.waiting
-        return len(self._running) - waiting + QUEUE if waiting else None
+        turns = sum(len(trajectory.turns) for trajectory in self._trajectories.values())
+        return HostLoad(len(self._running) - waiting + QUEUE if waiting else None, turns)
 
     async def drop_states(self, attempt_id: str) -> None:
         await self._pool.states.drop(attempt_id)

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from rollcage.cluster.asked import teller
 from rollcage.cluster.checks import clean_up_after
 from rollcage.cluster.client_policies import asked_policies, model_path
-from rollcage.cluster.config import JobConfig, VllmPolicyConfig, load_job
+from rollcage.cluster.config import JobConfig, VllmPolicyConfig, read_job
+from rollcage.cluster.config_source import Source
 from rollcage.cluster.control_requests import job_control
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
@@ -79,8 +81,13 @@ def run_job(options: RunOptions, console: Console) -> RunResult:
     engine or a model cannot be had, or the run directory cannot be written; and `KeyboardInterrupt` where a signal
     came before the first rollout.
     """
-    config = _config(options)
-    return run_plan(config, make_plan(config), console, overwrite=options.overwrite)
+    config, source = _config(options)
+    try:
+        return run_plan(config, make_plan(config), console, overwrite=options.overwrite)
+    except (InputError, CouldNotRun) as error:
+        if not error.setting:
+            raise
+        raise type(error)(f"{source.place(error.setting)}: {error}") from error
 
 
 def run_plan(
@@ -92,7 +99,7 @@ def run_plan(
     about: Mapping[str, Any] | None = None,
 ) -> RunResult:
     """Run what has been planned; `about` goes into `job.json`, too. Raises as `run_job`."""
-    clients = asked_policies(config, console)
+    clients = asked_policies(config, teller(console))
     try:
         output = config.output or new_run_directory(Path("runs"), config.name)
         location = Location(output, journal=config.journal)
@@ -143,7 +150,7 @@ def carry_out(
     if config.sandbox.keep_states != "none":
         from rollcage.cluster.recorded_run import kept_states
 
-        console.print(kept_states(location), highlight=False, markup=False, soft_wrap=True)
+        teller(console)(kept_states(location))
     return RunResult(location.local or str(location), summarize(location), interrupted)
 
 
@@ -160,7 +167,7 @@ def new_run_directory(parent: Path, name: str) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def _config(options: RunOptions) -> JobConfig:
+def _config(options: RunOptions) -> tuple[JobConfig, Source]:
     if options.job is None and not (options.tasks and options.agents):
         raise InputError("name a job file, or give --tasks and --agent")
     settings: dict[str, Any] = {
@@ -173,7 +180,7 @@ def _config(options: RunOptions) -> JobConfig:
         "skip_unready": options.skip_unready or None,
         "ray": {"address": options.address} if options.address else None,
     }
-    return load_job(options.job, options.overrides, settings)
+    return read_job(options.job, options.overrides, settings)
 
 
 def forget_unbegun(location: Location) -> None:
@@ -206,7 +213,14 @@ async def _run(
             progress.say("joining the Ray cluster" if config.ray.address else "starting Ray on this machine")
             if config.sandbox.network.insecure_network:
                 progress.say(INSECURE)
-            control = await stack.enter_async_context(job_control(ledger.location.here, progress.say))
+            starting = {
+                name: policy.version
+                for name, policy in config.used_policies().items()
+                if isinstance(policy, VllmPolicyConfig)
+            }
+            control = await stack.enter_async_context(
+                job_control(ledger.location.here, progress.say, starting)
+            )
             await stack.enter_async_context(_ray(config, interrupts))
             from rollcage.cluster.actors import RayHosts
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
@@ -222,9 +236,12 @@ async def _run(
             failure = None
 
             def run_out(why: str) -> None:
-                progress.say(f"{why}: no more rollouts; those that run end with the answer that they are at")
+                progress.say(
+                    f"{why}: no more rollouts; those that run end as cancelled and ungraded, once they have the answer "
+                    "that they wait for"
+                )
                 interrupts.then(driver.stop, RUNNING_OUT)
-                driver.run_out()
+                driver.run_out(why)
 
             try:
                 if going_on is not None:
@@ -310,30 +327,43 @@ async def _clean_up(hosts: set[str], config: JobConfig, plan: JobPlan, progress:
 async def _served_policies(
     config: JobConfig, progress: JobProgress
 ) -> AsyncIterator[dict[str, ServedPolicy]]:
-    """The policies that vLLM serves, ready to answer; stopped when the block ends. Raises `InputError` and
-    `CouldNotRun`."""
+    """The policies that vLLM serves, started side by side, ready to answer; stopped when the block ends. Raises
+    `InputError` and `CouldNotRun`, where one of them fails; then the others are stopped."""
     from rollcage.cluster.policies import ServedPolicy
 
-    policies: dict[str, ServedPolicy] = {}
+    settings = {
+        name: policy
+        for name, policy in config.used_policies().items()
+        if isinstance(policy, VllmPolicyConfig)
+    }
     async with AsyncExitStack() as stack:
-        for name, policy in config.used_policies().items():
-            if not isinstance(policy, VllmPolicyConfig):
-                continue
-            if policy.max_staleness == 0 and policy.stale == "drop":
-                progress.say(
-                    f"policies.{name}.max_staleness is 0: a rollout under which the weights change begins again, "
-                    f"{Retries(config.retries).budget(BY_NAME['stale'])} times at most; where updates come faster than "
-                    "rollouts end, none does"
-                )
+
+        async def start(name: str, policy: VllmPolicyConfig) -> ServedPolicy:
             started = time.monotonic()
             progress.say(f"starting policy {name}: {policy.model} in {policy.replicas} replica(s) of vLLM")
             model = await asyncio.to_thread(model_path, policy.model)
             served = ServedPolicy(name, policy, model, say=progress.say)
             await served.start()
             stack.push_async_callback(served.close)
-            policies[name] = served
             progress.say(f"policy {name} is ready after {time.monotonic() - started:.0f} s")
-        yield policies
+            return served
+
+        for name, policy in settings.items():
+            if policy.max_staleness == 0 and policy.stale == "drop":
+                progress.say(
+                    f"policies.{name}.max_staleness is 0: a rollout under which the weights change begins again, "
+                    f"{Retries(config.retries).budget(BY_NAME['stale'])} times at most; where updates come faster than "
+                    "rollouts end, none does"
+                )
+        starting = [asyncio.create_task(start(name, policy)) for name, policy in settings.items()]
+        try:
+            served = await asyncio.gather(*starting)
+        finally:  # the first failure is the one that is told
+            for task in starting:
+                task.cancel()
+            if starting:
+                await asyncio.wait(starting)
+        yield dict(zip(settings, served, strict=True))
 
 
 def _task_list(plan: JobPlan) -> list[dict[str, str]]:

@@ -24,6 +24,7 @@ from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import make_plan
 from rollcage.rollout.arrow import Location, RunError, read_attempts, read_batches
 from rollcage.rollout.kept_states import PASSED
+from rollcage.rollout.outcome import Outcome
 from rollcage.rollout.schema import SchemaVersionError
 from rollcage.rollout.task import Task
 
@@ -55,6 +56,11 @@ class RecordedRun:
     def path(self) -> str:
         """An absolute path, or a URI."""
         return self.location.path if self.location.local else self.location.name
+
+    @property
+    def finished(self) -> bool:
+        """Its job came to an end of its own: it was not killed, and does not go on."""
+        return self.location.read_json("summary.json") is not None
 
     def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The ended rollouts, one dictionary each, in the order in which they were written. Raises as `batches`."""
@@ -195,6 +201,21 @@ def select(run: RecordedRun, selection: Selection, rows: Sequence[dict[str, Any]
     return found
 
 
+def select_uncancelled(
+    run: RecordedRun, selection: Selection, rows: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], int]:
+    """The rows that are meant, and how many of these are left out because they ended `cancelled`: what there is of
+    them ends in the middle, for no reason that an agent would meet again. `rows` have `outcome` and `attempt_id`, empty
+    where no attempt was made. Raises as `select`, and where nothing is left."""
+    cancelled = sum(_was_cancelled(row) for row in rows if selection.takes(row))
+    found = select(run, selection, [row for row in rows if row["attempt_id"]])
+    left = [row for row in found if not _was_cancelled(row)]
+    if not left:
+        names = [f"{called(row)} by {row['agent']}: {row['attempt_id']}" for row in found]
+        raise InputError("all that is meant ended cancelled, and is not replayed:\n  " + shortened(names))
+    return left, cancelled
+
+
 def called(row: Mapping[str, Any]) -> str:
     """A rollout as messages name it, and `--rollout` takes it: `task#sample`, or `task#draw.sample` behind the first
     draw."""
@@ -205,6 +226,10 @@ def shortened(names: Sequence[str], between: str = "\n  ") -> str:
     """A list for a message."""
     more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
     return between.join([*names[:MOST_NAMED], *more])
+
+
+def _was_cancelled(row: Mapping[str, Any]) -> bool:
+    return bool(row["outcome"] == Outcome.CANCELLED)
 
 
 def _nothing(run: RecordedRun, selection: Selection, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -223,8 +223,9 @@ class _Regrade:
         else:
             new.extra.pop("not_regraded", None)  # of an earlier one
             result.regraded += 1
-        result.then[old.outcome.value] += 1
-        result.now[new.outcome.value] += 1
+            result.then[old.outcome.value] += 1
+            result.now[new.outcome.value] += 1
+        result.rollouts += 1
         if verdict_of(new) != verdict_of(old):
             change = {
                 "rollout": called(row),

@@ -17,10 +17,12 @@ from rollcage.rollout.outcome import Outcome
 
 @dataclass
 class Regraded:
-    """What came of it. `missing` and `carried_over`: why, by rollout; only of the first something was lost."""
+    """What came of it. `rollouts` were meant; `then` and `now` count those that were graded. `missing` and
+    `carried_over`: why others were not, by rollout; only of the first something was lost."""
 
     run: Path
     changed_tests: list[str]
+    rollouts: int = 0
     then: Counter[str] = field(default_factory=Counter)
     now: Counter[str] = field(default_factory=Counter)
     regraded: int = 0
@@ -40,12 +42,12 @@ def render_regraded(result: Regraded, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    total = sum(result.now.values())
-    say(f"regraded {result.regraded} of {total} rollouts")
+    say(f"regraded {result.regraded} of {result.rollouts} rollouts")
     if result.changed_tests:
         say(f"files changed since: {escape(shortened(result.changed_tests, ', '))}")
-    say("then: " + _counts(result.then))
-    say("now:  " + _counts(result.now))
+    if result.regraded:
+        say("then: " + _counts(result.then))
+        say("now:  " + _counts(result.now))
     for change in result.changed:
         ends = f"{shown(change['then'])} then and {shown(change['now'])} now"
         say(escape(f"{change['rollout']} by {change['agent']}: {ends}"))

@@ -41,7 +41,7 @@ from rollcage.cluster.recorded_run import (
     check_output,
     open_run,
     plan_again,
-    select,
+    select_uncancelled,
     shortened,
 )
 from rollcage.cluster.verdicts import shown, verdict, verdict_of
@@ -100,8 +100,12 @@ def replay(options: ReplayOptions, console: Console, show: Callable[[Attempt], N
         raise InputError(f"--keep-states {options.keep_states!r}: say {', '.join(get_args(KeepStates))}")
     run = open_run(options.run)
     check_output(run, options.output)
-    rows = [row for row in run.rows(_COLUMNS) if row["attempt_id"]]
-    chosen = select(run, options.selection, rows)
+    if not run.finished:
+        said = (
+            f"{run.path} has not ended: it is still going on, or was killed; what has ended of it is replayed"
+        )
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    chosen, cancelled = select_uncancelled(run, options.selection, list(run.rows(_COLUMNS)))
     draw = _draw(chosen)
     config = _config(run, options, {row["agent"] for row in chosen}, draw, console)
     plan = plan_again(run, config, [row["task"] for row in chosen])
@@ -114,20 +118,22 @@ def replay(options: ReplayOptions, console: Console, show: Callable[[Attempt], N
     if len(chosen) == 1 and options.selection.is_one and options.output is None:
         [row] = chosen
         attempt = run_one(config, _narrowed(plan, row), row["sample"], keep=False, console=console, show=show)
-        return Replayed(compare(chosen, [_as_row(attempt)]), attempt=attempt)
+        return Replayed(compare(chosen, [_as_row(attempt)], cancelled), attempt=attempt)
     if options.output is None:
         config = config.model_copy(update={"name": f"{config.name}-replay"})
     about = {"replay_of": {"run": str(run.path), "job": run.job.get("job")}}
     result = run_plan(config, plan, console, about=about)
     new = read_rollouts(result.run, (*KEY, *_COLUMNS, "extra")).to_pylist()
-    return Replayed(compare(chosen, new), result=result)
+    return Replayed(compare(chosen, new, cancelled), result=result)
 
 
-def compare(recorded: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def compare(
+    recorded: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[str, Any]], cancelled: int = 0
+) -> dict[str, Any]:
     """How a replay went, as JSON values. `identical`: every recorded turn was asked for with the same messages.
     `diverged`: another message, or other turns. `without_policy`: nothing to compare but the outcome. `unserved`: the
     replay ended before its first turn. `outcomes_agree` counts those of the same outcome and error class; `others` has
-    the rest, and the diverged."""
+    the rest, and the diverged. `cancelled`: rollouts that had ended so, and were left out."""
     now = {tuple(row[name] for name in KEY): row for row in replayed}
     counts: Counter[str] = Counter(identical=0, diverged=0, without_policy=0, unserved=0)
     agree, others = 0, []
@@ -149,7 +155,13 @@ def compare(recorded: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[st
                     "diverged": None if note is None else _where(note),
                 }
             )
-    return {"rollouts": sum(counts.values()), **counts, "outcomes_agree": agree, "others": others}
+    return {
+        "rollouts": sum(counts.values()),
+        **counts,
+        "cancelled": cancelled,
+        "outcomes_agree": agree,
+        "others": others,
+    }
 
 
 def render_comparison(comparison: Mapping[str, Any], console: Console) -> None:
@@ -163,6 +175,9 @@ def render_comparison(comparison: Mapping[str, Any], console: Console) -> None:
     console.print(
         f"replayed {total}: {words}; outcomes agree in {agree} of {total}", highlight=False, soft_wrap=True
     )
+    if comparison["cancelled"]:
+        left_out = f"left out: {comparison['cancelled']} that ended cancelled"
+        console.print(left_out, highlight=False, soft_wrap=True)
     for other in comparison["others"]:
         said = f"{other['rollout']} by {other['agent']}: {other['turns'].replace('_', ' ')}"
         if other["recorded"] != other["replayed"]:

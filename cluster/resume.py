@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rollcage.cluster.asked import teller
 from rollcage.cluster.client_policies import asked_policies
 from rollcage.cluster.config import JobConfig, changed_job
 from rollcage.cluster.errors import CouldNotRun, InputError
@@ -104,7 +105,7 @@ def resume(options: ResumeOptions, console: Console) -> RunResult:
             f"{run.location} was made with another job, and its rollouts would not be comparable; --allow-changed goes "
             "on all the same:\n  " + shortened(job.changes)
         )
-    clients = asked_policies(job.config, console)
+    clients = asked_policies(job.config, teller(console))
     try:
         ledger = Ledger.open(run.location)
     except (RunError, SchemaVersionError) as error:
@@ -135,7 +136,7 @@ def _go_on(
     plan = replace(plan, earlier=earlier)
     more = "" if plan.total() is None else f", {plan.total()} are to be run"
     said = f"going on with {plan.job}: {len(ledger.known) - len(left.withdrawn)} rollouts have ended{more}"
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
+    teller(console)(said)
     if plan.total() == 0:
         if not before:
             asyncio.run(ledger.finish({"job": plan.job}))

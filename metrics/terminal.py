@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import floor, log10
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -153,7 +154,8 @@ def _phases(summary: dict[str, Any]) -> Table:
         if entry["count"]:
             table.add_row(phase, *(duration(entry[name]) for name in ("p50", "p95", "total")))
     if summary["infra_seconds"]:
-        table.add_row("lost to infra", "", "", duration(summary["infra_seconds"]), style="dim")
+        lost = "lost to infra (waiting for the policy)"
+        table.add_row(lost, "", "", duration(summary["infra_seconds"]), style="dim")
     return table
 
 
@@ -218,5 +220,6 @@ def duration(seconds: float) -> str:
 
 
 def dollars(amount: float) -> str:
-    """US dollars for people: cents, or below one dollar as many digits as say something."""
-    return f"${amount:,.2f}" if amount >= 1 else f"${amount:.2g}"
+    """US dollars for people: cents, or below one dollar two digits that are not 0."""
+    digits = 1 - floor(log10(amount)) if 0 < amount < 1 else 2
+    return f"${amount:,.{max(2, digits)}f}"

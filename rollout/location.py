@@ -211,7 +211,10 @@ class Location:
         lock = os.open(directory, os.O_RDONLY)
         if not _locked(lock):
             os.close(lock)
-            raise RunBusy(f"{self}: another process is writing this run")
+            raise RunBusy(
+                f"{self}: another process{_holder(directory)} is writing this run: wait until it has ended, or name "
+                "another directory (--output)"
+            )
         return lock
 
     @contextmanager
@@ -287,3 +290,16 @@ def _public(name: str) -> str:
     scheme, _, rest = name.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+
+
+def _holder(directory: Path) -> str:
+    """The process that has locked it, in brackets; empty where the kernel does not say (`/proc/locks`)."""
+    try:
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return ""
+    # 1: FLOCK  ADVISORY  WRITE 4711 fd:00:131 0 EOF
+    rows = (line.split() for line in locks.splitlines())
+    inode = f":{directory.stat().st_ino}"
+    found = [row[4] for row in rows if row[1] == "FLOCK" and row[5].endswith(inode) and int(row[4]) > 0]
+    return f" ({found[0]})" if len(found) == 1 else ""

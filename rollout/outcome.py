@@ -193,6 +193,8 @@ TABLE: tuple[ErrorClass, ...] = (
     _infra("policy_timeout", "the model server did not answer in time",
            retries=3, backoff_sec=2, other_host=False),
     _infra("policy_error", "the model server failed on its side", retries=2, backoff_sec=1, other_host=False),
+    _infra("policy_refused", "the model server refuses the request, as it would again: its key, its model, its form",
+           retries=0, backoff_sec=0, other_host=False),
     _infra("rate_limited", "the model server asks for fewer requests",
            retries=8, backoff_sec=5, other_host=False),
     ErrorClass("internal_error", Domain.SERVICE, _ANY, "anything that rollcage cannot name", "rollcage",

@@ -109,10 +109,12 @@ async def run_attempt(
     *,
     emit: Callable[[str], None] = lambda _line: None,
     keep: bool = False,
+    trajectory: Trajectory | None = None,
 ) -> Attempt:
     """Run one attempt to its end and say how it ended. Cancelling it gives an attempt that is `cancelled`.
 
-    `emit` is shown what happens, a line at a time. With `keep` the sandbox is left running for a look.
+    `emit` is shown what happens, a line at a time. With `keep` the sandbox is left running for a look. `trajectory`, an
+    empty one, is filled as the agent works, for who wants to see how far it is.
     """
     attempt = Attempt(
         attempt_id=spec.attempt_id,
@@ -126,7 +128,7 @@ async def run_attempt(
         host=pool.host,
         outcome=Outcome.INVALID,
         started_at=time.time(),
-        trajectory=Trajectory(),
+        trajectory=Trajectory() if trajectory is None else trajectory,
         draw=spec.draw,
     )
     return await carry_out(AttemptRun(attempt, spec, pool, verifier, policy, emit, keep))

@@ -1,8 +1,19 @@
-"""What all tests share."""
+"""What all tests share: how they are spread over two processes (`-n 2`), and where their helpers are.
+
+A file goes where there is time. Some go together, in their order:
+
+- Those with a vLLM engine: two at once would take each other's processor, and tests of one folder share theirs.
+- Those that lease small parts of one range of networks, or look at all rules of the firewall.
+- Those that look for what `rollcage doctor` leaves.
+- The conformance suite, whose cases share a sandbox.
+
+All others look at what they have made themselves, so that two may be on the one Docker Engine. Long ones come first.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,32 +21,69 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages: local_ray, tiny_models
+
 # In one process Ray keeps the first token that it was given, for every cluster that is started later.
 os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)
 
 ROOT = Path(__file__).parent.parent
-ON_VLLM = "tests/rollout/policies/"
-ON_THE_ENGINE = ("tests/conformance/", "tests/faults/")
+
+VLLM = "vllm"
+TOGETHER = {
+    "tests/rollout/policies/": VLLM,
+    "tests/conformance/": "conformance",
+    "tests/faults/test_kill_moments.py": "networks",
+    "tests/rollout/test_rollout_compose.py": "networks",
+    "tests/rollout/sandbox/test_egress.py": "networks",
+    "tests/rollout/sandbox/test_firewall.py": "networks",
+    "tests/rollout/sandbox/test_networks.py": "networks",
+    "tests/rollout/sandbox/test_pool.py": "networks",
+    "tests/rollout/sandbox/test_services.py": "networks",
+    "tests/rollout/sandbox/test_diagnose.py": "doctor",
+    "tests/cluster/test_cli.py": "doctor",
+}
+"""By what a path begins with: the name of those that go together."""
+
+LONGEST_FIRST = ("mark.vllm", "mark.ray", "mark.docker")
+"""What a file with long tests holds. A file of short ones, come last, leaves no process without work for long."""
 
 
-class OneEngine(LoadScopeScheduling):  # type: ignore[misc]
-    """Side by side (`-n 2`), tests on the one Docker Engine stay in one process, in their order: some look at all there
-    is on it. So do those that share a vLLM engine, for the last of them kills it. Each other file goes where there is
-    time."""
+class Together(LoadScopeScheduling):  # type: ignore[misc]
+    """See the module."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if file.startswith(ON_VLLM):
-            return ON_VLLM
-        return "engine" if _is_on_the_engine(file) else file
+        return _scope(nodeid.partition("::")[0])
 
 
 @cache
-def _is_on_the_engine(file: str) -> bool:
-    return file.startswith(ON_THE_ENGINE) or "mark.docker" in (ROOT / file).read_text(encoding="utf-8")
+def _scope(file: str) -> str:
+    if LONGEST_FIRST[0] in _text(file):
+        return VLLM
+    return next((name for path, name in TOGETHER.items() if file.startswith(path)), file)
+
+
+@cache
+def _rank(file: str) -> int:
+    """Of the files that come first, 0; all of `VLLM` are such."""
+    if _scope(file) == VLLM:
+        return 0
+    marks = [mark in _text(file) for mark in LONGEST_FIRST]
+    return marks.index(True) if any(marks) else len(marks)
+
+
+@cache
+def _text(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneEngine:
-    """See `OneEngine`."""
-    return OneEngine(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
+    """See `Together`. Not in xdist's own order, by the number of tests."""
+    config.option.loadscopereorder = False
+    return Together(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In several processes, in the order of `LONGEST_FIRST`."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _rank(item.nodeid.partition("::")[0]))

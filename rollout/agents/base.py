@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from rollcage.rollout.agents.options import check_options
+from rollcage.rollout.agents.options import BadOption, NoSuchOption, check_options, option_named
 from rollcage.rollout.clock import AgentClock
 from rollcage.rollout.policies.base import PolicySession, Sampling
 from rollcage.rollout.sandbox.base import Sandbox, Shell
@@ -68,15 +68,21 @@ class Agent(Protocol):
 def load_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
     """Make the agent called `name`, or found at `module:Class`.
 
-    Raises `ValueError` with the known names where there is none, where it does not take the options, and where
-    it is no agent.
+    Raises `ValueError` with the known names where there is none, and where it is no agent; `BadOption` where it does
+    not take the options.
     """
     factory, given = _find(name), dict(options or {})
     try:
         check_options(factory, given)
         agent: Agent = factory(**given)
+    except NoSuchOption as error:
+        raise BadOption(f"agent {name!r} does not take these options: {error}", error.option) from error
+    except BadOption as error:
+        raise BadOption(f"agent {name!r} does not take this value: {error}", error.option) from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"agent {name!r} does not take these options: {error}") from error
+        option = option_named(given, str(error))
+        what = "what it is given" if option is None else "this value"
+        raise BadOption(f"agent {name!r} does not take {what}: {error}", option) from error
     except _USER_ERRORS as error:
         raise ValueError(f"agent {name!r} cannot be made: {type(error).__name__}: {error}") from error
     if not hasattr(agent, "needs_policy") or not inspect.iscoroutinefunction(getattr(agent, "run", None)):

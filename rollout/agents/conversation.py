@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.agents.observation import token_counter
-from rollcage.rollout.agents.summaries import MESSAGE_TOKENS, Summaries, asking
+from rollcage.rollout.agents.summaries import MESSAGE_TOKENS, NOT_RUN, Summaries, asking
 from rollcage.rollout.outcome import AgentStopped, PolicyError
 from rollcage.rollout.policies.base import Completion, MeasuresTokens, Sampling, Structure, Tool
 from rollcage.rollout.trajectory import Message, Turn
@@ -178,9 +178,27 @@ class Conversation:
             room = max(0, most - used - answer - self.count_tokens(summaries.request) - MESSAGE_TOKENS)
         questions = asking(summaries.request, new, room, self.count_tokens)
         turn, made = await self._complete(questions, tools, None, purpose="summary")
+        if made.tool_calls and not made.text.strip():
+            turn, made = await self._in_words(turn, made, tools, summaries)
         session.restart()
-        opening = await summaries.reopening(made.text)
+        opening = await summaries.reopening(made.text, made.tool_calls)
         return [replace(message, turn=turn.index) for message in opening]
+
+    async def _in_words(
+        self, turn: Turn, made: Completion, tools: Sequence[Tool], summaries: Summaries
+    ) -> tuple[Turn, Completion]:
+        """What came in the place of a summary was calls alone: none is run, and it is asked for once more, where the
+        context has room for that."""
+        told = [Message("tool", NOT_RUN, turn.index, tool_call_id=call.id) for call in made.tool_calls]
+        told.append(Message("user", summaries.request, turn.index))
+        try:
+            return await self._complete(told, tools, None, purpose="summary")
+        except PolicyError as error:
+            if error.error_class != "context_overflow":
+                raise
+            messages = self._context.trajectory.messages
+            del messages[len(messages) - len(told) :]
+            return turn, made
 
     @property
     def _max_model_len(self) -> int | None:

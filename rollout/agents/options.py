@@ -5,6 +5,7 @@ Only annotations of what JSON and YAML have values for are looked at; whatever e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Parameter, signature
@@ -32,9 +33,21 @@ _KINDS = {
 """By pydantic's names of errors."""
 
 
+class BadOption(ValueError):
+    """An agent cannot be made with an option. `option`: its name; None where the message does not say which it is."""
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+class NoSuchOption(BadOption):
+    """The agent has none of this name, or is not given one that it must have."""
+
+
 def check_options(factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` that names the option: where there is none of its name, where one is missing, and, with what
-    it is instead, where it is not of its annotation's kind. No text is taken for a number, no word for true."""
+    """Raises `NoSuchOption` where there is none of its name and where one is missing, and `BadOption`, with what it is
+    instead, where it is not of its annotation's kind. No text is taken for a number, no word for true."""
     _check_names(factory, options)
     try:
         hints = get_type_hints(getattr(factory, "__init__") if isinstance(factory, type) else factory)  # noqa: B009
@@ -47,7 +60,7 @@ def check_options(factory: Callable[..., Any], options: Mapping[str, Any]) -> No
         try:
             TypeAdapter(hint).validate_python(value, strict=True)
         except ValidationError as error:
-            raise ValueError(_said(name, hint, error)) from error
+            raise BadOption(_said(name, hint, error), name) from error
 
 
 def _check_names(factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -61,10 +74,18 @@ def _check_names(factory: Callable[..., Any], options: Mapping[str, Any]) -> Non
             if name not in named:
                 near = get_close_matches(name, named, n=1)
                 meant = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ValueError(f"there is no {name!r}{meant}; there is {', '.join(named) or 'none at all'}")
+                there = ", ".join(named) or "none at all"
+                raise NoSuchOption(f"there is no {name!r}{meant}; there is {there}", name)
     for name, each in named.items():
         if each.default is Parameter.empty and name not in options:
-            raise ValueError(f"{name!r} is missing")
+            raise NoSuchOption(f"{name!r} is missing", name)
+
+
+def option_named(options: Mapping[str, Any], message: str) -> str | None:
+    """The option that an agent's own message speaks of first; None where it names none of those that are given."""
+    known = "|".join(map(re.escape, options))
+    found = re.search(rf"\b({known})\b", message) if known else None
+    return None if found is None else found[1]
 
 
 def _is_plain(hint: Any) -> bool:

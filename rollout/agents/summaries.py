@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rollcage.rollout.agents.observation import shorten
-from rollcage.rollout.trajectory import Message
+from rollcage.rollout.trajectory import Message, ToolCall
 
 SUMMARIZE_AT = 0.75
 
@@ -17,6 +17,8 @@ MESSAGE_TOKENS = 16
 """What a template puts around one message, at most, in the templates of today's models."""
 
 STUB = "[left out: there is no room for it]"
+
+NOT_RUN = "[not run: a summary in words is asked for]"
 
 HANDOVER = "What was done before on this task, as summed up by the one who did it:"
 
@@ -49,9 +51,13 @@ class Summaries:
         asked = count(self.request) + count(STUB) + 2 * MESSAGE_TOKENS
         return min(asked + self.answer_tokens(max_model_len), int(max_model_len * (1 - self.at) * 3 / 4))
 
-    async def reopening(self, summary: str) -> list[Message]:
-        """The messages that the new conversation begins with."""
-        parts = [HANDOVER, summary.strip() or "(nothing was said)"]
+    async def reopening(self, summary: str, calls: Sequence[ToolCall] = ()) -> list[Message]:
+        """The messages that the new conversation begins with. `calls` are shown where they are all that was said."""
+        wanted = "\n".join(f"{call.name} {call.arguments}" for call in calls)
+        instead = (
+            f"(no words, but these calls, which were not run)\n{wanted}" if calls else "(nothing was said)"
+        )
+        parts = [HANDOVER, summary.strip() or instead]
         if self.also is not None:
             parts.append(await self.also())
         task = self.opening[-1]

@@ -2,6 +2,7 @@
 
 So everything is done as the agent's user, from the shell's directory, with what any image has (a shell, and
 `cat head tail mkdir mktemp rm` of coreutils or busybox), and what changes a file is a command that can be repeated.
+Programs are called by `command`, so that functions of the agent's of the same names are not in the way.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ async def read_file(
     if last is not None and last < first:
         raise FileProblem(f"end_line {last} is before start_line {first}")
     word = shell_word(path)
-    window = "" if last is None else f" | head -n {last - first + 2}"
+    window = "" if last is None else f" | command head -n {last - first + 2}"
     # `|| :`, because a shell with `pipefail` counts it against `tail` that its reader has had enough.
-    command = f"({_checks(word)}; tail -n +{first} {word}{window} | head -c {max_bytes + 1} || :)"
+    command = (
+        f"({_checks(word)}; command tail -n +{first} {word}{window} | command head -c {max_bytes + 1} || :)"
+    )
     data = _output(await run(command, 2 * max_bytes + 2), path, cap)
     if b"\0" in data:
         raise FileProblem(f"{path} is a binary file")
@@ -62,8 +65,8 @@ async def read_file(
 async def write_file(run: Run, path: str, content: str, cap: OutputCap) -> str:
     """Write the file. Raises `FileProblem`."""
     word, parent = shell_word(path), str(PurePosixPath(path).parent)
-    make = "" if parent in (".", "/", "~") else f"mkdir -p {shell_word(parent)} && "
-    _output(await run(f"{make}printf %s {_quoted(content)} >|{word}", OUTPUT_BYTES), path, cap)
+    make = "" if parent in (".", "/", "~") else f"command mkdir -p {shell_word(parent)} && "
+    _output(await run(f"{make}command printf %s {_quoted(content)} >|{word}", OUTPUT_BYTES), path, cap)
     size = len(content.encode())
     return f"[{path} is written: {size} byte{'' if size == 1 else 's'}]"
 
@@ -82,7 +85,9 @@ async def edit_file(
         raise FileProblem(said)
     word = shell_word(path)
     data = _output(
-        await look(f"({_checks(word)}; head -c {EDIT_BYTES + 1} {word})", 2 * EDIT_BYTES + 2), path, cap
+        await look(f"({_checks(word)}; command head -c {EDIT_BYTES + 1} {word})", 2 * EDIT_BYTES + 2),
+        path,
+        cap,
     )
     if len(data) > EDIT_BYTES:
         raise FileProblem(f"{path} is longer than {EDIT_BYTES} bytes: edit it by a command")
@@ -152,7 +157,8 @@ def _numbered(lines: Sequence[bytes], first: int, cap: OutputCap, *, more: bool,
 
 
 def _checks(word: str) -> str:
-    return f"[ -e {word} ] || exit {_NONE}; [ -f {word} ] || exit {_NO_FILE}; [ -r {word} ] || exit {_UNREADABLE}"
+    checks = (("e", _NONE), ("f", _NO_FILE), ("r", _UNREADABLE))
+    return "; ".join(f"command [ -{test} {word} ] || command exit {status}" for test, status in checks)
 
 
 def _output(result: CommandResult, path: str, cap: OutputCap) -> bytes:
@@ -170,12 +176,15 @@ def _splice(word: str, start: int, end: int, size: int, middle: bytes, path: str
     if b"\0" in middle or not _is_text(middle):
         raise FileProblem(f"between the matches in {path} is what is no text: edit it by a command")
     parts = [
-        f"head -c {start} {word}" if start else "",
-        f"printf %s {_quoted(middle.decode())}" if middle else "",
-        f"tail -c +{end + 1} {word}" if end < size else "",
+        f"command head -c {start} {word}" if start else "",
+        f"command printf %s {_quoted(middle.decode())}" if middle else "",
+        f"command tail -c +{end + 1} {word}" if end < size else "",
     ]
     pieces = " && ".join(filter(None, parts)) or ":"
-    return f'(t=$(mktemp) && {{ {pieces}; }} >|"$t" && cat "$t" >|{word}; s=$?; rm -f "$t"; exit $s)'
+    return (
+        f'(t=$(command mktemp) && {{ {pieces}; }} >|"$t" && command cat "$t" >|{word}; s=$?; '
+        'command rm -f "$t"; command exit $s)'
+    )
 
 
 def _lines(data: bytes) -> list[bytes]:

@@ -49,6 +49,8 @@ class _Line:
 
     client: AsyncAnthropic
     gate: Gate
+    watch: asyncio.Task[None] | None
+    """Calls the waits at the gate off when the budget is spent."""
 
 
 class AnthropicPolicy:
@@ -100,6 +102,8 @@ class AnthropicPolicy:
     async def close(self) -> None:
         """Close this event loop's connections. They are made anew where they are needed."""
         if line := self._lines.pop(asyncio.get_running_loop(), None):
+            if line.watch is not None:
+                line.watch.cancel()
             await line.client.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,7 +117,9 @@ class AnthropicPolicy:
         """What this event loop's sessions share."""
         loop = asyncio.get_running_loop()
         if loop not in self._lines:
-            self._lines[loop] = _Line(connect(self.endpoint), Gate(self.endpoint.max_connections))
+            gate = Gate(self.endpoint.max_connections)
+            watch = None if self.budget is None else loop.create_task(_call_off_when_spent(gate, self.budget))
+            self._lines[loop] = _Line(connect(self.endpoint), gate, watch)
         return self._lines[loop]
 
 
@@ -145,7 +151,7 @@ class AnthropicSession:
             try:
                 return await self._turn(history, sampling, tools, schema)
             except PolicyError as fault:
-                if fault.error_class != "policy_error" or fault.evidence.status != 400:
+                if fault.error_class != "policy_refused" or fault.evidence.status != 400:
                     raise
             made = await self._turn(history, sampling, tools, None)
             self._policy.takes_structure = False
@@ -198,6 +204,10 @@ class AnthropicSession:
         budget, prices = self._policy.budget, self._policy.prices
         if budget is not None and prices is not None and usage != Usage():
             await budget.charge(prices.cost(usage))
+
+
+async def _call_off_when_spent(gate: Gate, budget: Budget) -> None:
+    gate.call_off(await budget.until_spent())
 
 
 def _settings(

@@ -90,7 +90,7 @@ async def check(there: Endpoint) -> None:
     try:
         await retried(lambda: _count(client, there), Gate(1), within_sec=min(there.retry_sec, START_SEC))
     except PolicyError as fault:
-        if fault.error_class == "policy_error":
+        if fault.error_class in ("policy_error", "policy_refused"):
             raise ValueError(fault.message) from fault
         raise
     finally:

@@ -4,7 +4,7 @@ A `Policy` serves many rollouts; a `PolicySession` is one rollout's conversation
 session the messages that are new, and gets a `Completion`; the session keeps the exact token sequence.
 
 Errors are `PolicyError`s: `context_overflow` and `token_limit` are the agent's, `policy_unavailable`,
-`policy_timeout`, `policy_error` and `rate_limited` the server's.
+`policy_timeout`, `policy_error`, `policy_refused` and `rate_limited` the server's.
 """
 
 from __future__ import annotations

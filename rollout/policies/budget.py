@@ -1,12 +1,13 @@
 """A budget in US dollars, out of which the answers of a policy are paid.
 
 Each answer is charged as it ends, one that breaks off with what was counted of it, and none begins once the budget is
-spent: the overshoot is at most what the answers cost that were under way then. Who asks for another gets `Cancelled`,
-which ends the rollout and is nobody's fault.
+spent: the overshoot is at most what the answers cost that were under way then. Who asks for another, or waits to be
+tried again, gets `Cancelled`, which ends the rollout and is nobody's fault.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol, runtime_checkable
 
 from rollcage.rollout.outcome import Cancelled
@@ -31,6 +32,10 @@ class Budget(Protocol):
         """US dollars so far."""
         ...
 
+    async def until_spent(self) -> str:
+        """Wait until no answer may begin any more; why that is."""
+        ...
+
 
 @runtime_checkable
 class Budgeted(Protocol):
@@ -50,6 +55,7 @@ class LocalBudget:
     def __init__(self, limit_usd: float) -> None:
         self.limit_usd = limit_usd
         self._spent = 0.0
+        self._empty = asyncio.Event()
 
     async def admit(self) -> None:
         """See `Budget`."""
@@ -59,10 +65,17 @@ class LocalBudget:
     async def charge(self, usd: float) -> None:
         """See `Budget`."""
         self._spent += usd
+        if self._spent >= self.limit_usd:
+            self._empty.set()
 
     async def spent(self) -> float:
         """See `Budget`."""
         return self._spent
+
+    async def until_spent(self) -> str:
+        """See `Budget`."""
+        await self._empty.wait()
+        return spent_message(self.limit_usd)
 
 
 def spent_message(limit_usd: float) -> str:

@@ -1,7 +1,7 @@
 """Names for a model server's failures, by exception type, HTTP status and the server's own wording.
 
 The wording decides one thing only: whether a refused request was refused for its length. That is the agent's
-doing (`context_overflow`), every other refusal the server's.
+doing (`context_overflow`). Every other refusal is `policy_refused`: the same request would be refused again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ two are Anthropic's."""
 OVERFLOW_CODES = ("context_length_exceeded", "request_too_large")
 """OpenAI's own code for it, and Anthropic's for a request of too many bytes."""
 
+PASSING = (409, 425)
+"""Statuses of 4xx, beside those that have a class of their own, by which a server asks for another try."""
+
 NOT_SENT = "the request has a header that HTTP cannot carry"
 """Instead of the HTTP client's own words, which hold the header, and that may be the key."""
+
+NO_TLS = "the server speaks http, not TLS: write http:// in base_url"
 
 OURS = ("UnsupportedProtocol", "LocalProtocolError", "DecodingError", "TooManyRedirects")
 """Failures of the HTTP client that another try ends in just so: they are about what was asked, and where."""
@@ -48,6 +53,7 @@ def policy_fault(error: BaseException, doing: str, *, status: int | None = None)
         status = getattr(error, "status_code", None)
     error = _transport_error(error)
     said = NOT_SENT if isinstance(error, _http_errors("LocalProtocolError")) else str(error)
+    said = NO_TLS if _speaks_no_tls(error) else said
     said = said or type(error).__name__
     evidence = Evidence(f"could not {doing}: {type(error).__name__}: {said}", "policy server", status=status)
     return PolicyError(_error_class(error, said, status), said, evidence, _retry_after(error))
@@ -76,6 +82,8 @@ def _error_class(error: BaseException, said: str, status: int | None) -> str:
         return "policy_timeout"
     if status in (502, 503):
         return "policy_unavailable"
+    if refused or (status is not None and 400 <= status < 500 and status not in PASSING):
+        return "policy_refused"
     return "policy_error"
 
 
@@ -112,12 +120,24 @@ def _transport_class(error: BaseException) -> str:
 
 def _not_trusted(error: BaseException) -> bool:
     """Whether the server has no certificate that is trusted, or speaks no TLS at all."""
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, ssl.SSLError):
-        behind = behind.__cause__ or behind.__context__
-    return isinstance(behind, ssl.SSLCertVerificationError) or (
-        isinstance(behind, ssl.SSLError) and behind.reason == "WRONG_VERSION_NUMBER"
-    )
+    return isinstance(_tls_error(error), ssl.SSLCertVerificationError) or _speaks_no_tls(error)
+
+
+def _speaks_no_tls(error: BaseException) -> bool:
+    behind = _tls_error(error)
+    return behind is not None and behind.reason == "WRONG_VERSION_NUMBER"
+
+
+def _tls_error(error: BaseException) -> ssl.SSLError | None:
+    """What is behind it, where that is TLS's."""
+    behind, seen = error, set[int]()
+    while not isinstance(behind, ssl.SSLError):
+        seen.add(id(behind))
+        further = behind.__cause__ or behind.__context__
+        if further is None or id(further) in seen:  # an SDK's errors may stand behind each other
+            return None
+        behind = further
+    return behind
 
 
 def _transport_errors() -> tuple[type[BaseException], ...]:

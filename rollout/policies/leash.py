@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -29,22 +30,29 @@ scratch=$1; shift
         for process in /proc/[0-9]*; do
             grep -qzxF "TMPDIR=$scratch" "$process/environ" || continue
             found=1
+            [ $round -lt 8 ] && grep -qF multiprocessing.resource_tracker "$process/cmdline" && continue
             kill -STOP "${process#/proc/}"
-            shared="$shared $(grep -oE '/dev/shm/(psm_|sem[.]mp-)[[:alnum:]_]+' "$process/maps")"
+            shared="$shared $(grep -oE '/dev/shm/(psm_|sem[.]mp-|vllm_dist_)[^ ]+' "$process/maps")"
             kill -9 "${process#/proc/}"
         done
         [ "$found" ] || break
         sleep 0.1
     done
+    set -f
     rm -f $shared
     rm -rf "$scratch"
 } >/dev/null 2>&1 &
 """
 """A line names a file to be removed, an empty one means that all is let go of, and the pipe's end that we are gone.
 What a process starts while the others are killed is found in the next round; one that is stopped makes nothing new
-between the look at what it has and its end."""
+between the look at what it has and its end. Python's own process that removes what the others leave is let do so: it
+knows also what somebody else's processes had who was faster with killing them."""
 
-_SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\w+")
+PULL_SEC = 60.0
+"""How long `Leash.pull` waits: on a busy machine a round over all processes takes seconds."""
+
+_SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|vllm_dist_)\S+")
+"""Names of Python's `multiprocessing`, and of the memory by which vLLM's workers on a CPU share tensors."""
 
 
 class Leash:
@@ -52,6 +60,7 @@ class Leash:
     whatever way; then `scratch` is removed, and the shared memory that those had."""
 
     def __init__(self, pids: Iterable[int] = (), *, scratch: Path | None = None) -> None:
+        self._scratch = scratch
         with subprocess.Popen(
             ["/bin/sh", "-c", _WAIT_AND_KILL, "rollcage-leash", str(scratch or ""), *map(str, pids)],
             stdin=subprocess.PIPE,
@@ -70,6 +79,15 @@ class Leash:
             with suppress(BrokenPipeError):
                 self._held.close()
 
+    def pull(self) -> None:
+        """Kill what it holds now, with all that this leaves, and wait for that; it must have a `scratch`."""
+        assert self._scratch is not None, "its end is the sign"
+        if self._held is not None:
+            self._held.close()
+        until = time.monotonic() + PULL_SEC
+        while self._scratch.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+
     def _tell(self, lines: str) -> None:
         if self._held is not None and not self._held.closed:
             with suppress(BrokenPipeError):  # somebody killed the shell
@@ -78,8 +96,8 @@ class Leash:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """Files of shared memory and semaphores of Python's `multiprocessing` that a process has: they outlive it where it
-    is killed. Empty where there is no such process."""
+    """Files of shared memory and semaphores that a process has, which outlive it where it is killed. Empty where there
+    is no such process."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -17,7 +17,7 @@ from rollcage.rollout.policies.openai_chat import ChatPolicy
 from rollcage.rollout.policies.openai_ids import ServerEngine
 from rollcage.rollout.policies.openai_probe import probe
 from rollcage.rollout.policies.openai_wire import Server, ServerSettings
-from rollcage.rollout.tokens import load_tokenizer
+from rollcage.rollout.tokens import Tokenizer, load_tokenizer
 
 
 async def openai_policy(settings: ServerSettings, *, name: str = "openai") -> Policy:
@@ -29,18 +29,23 @@ async def openai_policy(settings: ServerSettings, *, name: str = "openai") -> Po
     if settings.tokenizer and settings.tokens == "none":
         raise ValueError("a tokenizer is for exact tokens: leave it out, or set `tokens` to required")
     api_key(settings.api_key_env, os.environ)
+    tokenizer = _tokenizer(settings.tokenizer) if settings.tokenizer else None
     server = Server(settings)
     try:
         offer = await probe(server)
     finally:
         await server.close()
-    if not settings.tokenizer:
+    if tokenizer is None:
         return ChatPolicy(server, offer, name=name)
     if offer.max_model_len is None:
         raise ValueError(f"{settings.base_url} does not say how long its context is: set `max_model_len`")
-    try:
-        tokenizer = load_tokenizer(settings.tokenizer)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer {settings.tokenizer} cannot be loaded: {error}") from error
     engine = ServerEngine(server, tokenizer, offer.max_model_len, kind=offer.kind, parses=offer.parses)
     return TokenPolicy(engine, name=name, template_kwargs=settings.template_kwargs)
+
+
+def _tokenizer(name: str) -> Tokenizer:
+    """Raises `ValueError`, before a server is waited for."""
+    try:
+        return load_tokenizer(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer {name} cannot be loaded: {error}") from error

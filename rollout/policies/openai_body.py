@@ -237,4 +237,4 @@ def called_off() -> PolicyError:
 
 def is_refusal(error: PolicyError) -> bool:
     """Whether the server did not like what it was asked, rather than who asked, or how long it was."""
-    return error.error_class == "policy_error" and error.evidence.status in (400, 422)
+    return error.error_class == "policy_refused" and error.evidence.status in (400, 422)

@@ -23,6 +23,9 @@ from rollcage.rollout.policies.openai_wire import Server
 START_SEC = 60.0
 """How long a server that does not answer yet is waited for: it may be starting."""
 
+USERS = ("policy_error", "policy_refused")
+"""Classes of what the user may be able to mend, where it is no failure of the server's side."""
+
 ONE_TOKEN = Sampling(max_tokens=1)
 
 REMEDY = "vLLM's own server gives both; for rollouts that nobody trains on, set `tokens` to auto"
@@ -151,11 +154,10 @@ async def _models(server: Server) -> list[dict[str, Any]]:
 def _explained(error: PolicyError, server: Server, names: list[str]) -> Exception:
     """What the user can mend, as `ValueError`; any other as it is."""
     settings, status = server.settings, error.evidence.status
-    if status is None or not 200 <= status < 500 or error.error_class != "policy_error":
+    if status is None or not 200 <= status < 500 or error.error_class not in USERS:
         return error
     if names and settings.model not in names:
         known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-        return ValueError(
-            f"{settings.base_url} has no model {settings.model!r}; it has {known}: {error.message}"
-        )
+        said = "" if status == 404 else f": {error.message}"
+        return ValueError(f"{settings.base_url} has no model {settings.model!r}; it has {known}{said}")
     return ValueError(error.message)

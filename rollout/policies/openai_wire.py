@@ -191,6 +191,6 @@ class Server:
             404: f"the server knows no {settings.model}, or {settings.base_url} is not where its API begins "
             "(it usually ends in /v1)",
         }.get(fault.evidence.status or 0)
-        if plain is None or fault.error_class != "policy_error":
+        if plain is None or fault.error_class != "policy_refused":
             return fault
-        return PolicyError("policy_error", f"{plain}: {fault.message}", fault.evidence)
+        return PolicyError("policy_refused", f"{plain}: {fault.message}", fault.evidence)

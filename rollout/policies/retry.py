@@ -5,7 +5,8 @@ tries is over. The last failure decides the class, and its evidence says how man
 
 All requests of one policy in one process pass one `Gate`. It bounds how many are out at once, and a server that
 asks for a pause (`Retry-After`) shuts it for all of them: a storm is not answered by a storm. When it opens
-again, those who waited go out spread over as long again as they were asked to wait.
+again, those who waited go out spread over as long again as they were asked to wait. Once it is called off nobody
+waits at it any more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from rollcage.rollout.outcome import PolicyError
+from rollcage.rollout.outcome import Cancelled, PolicyError
 
 FIRST_PAUSE_SEC = 0.5
 LONGEST_PAUSE_SEC = 30.0
@@ -52,6 +53,8 @@ class Gate:
         self.jitter = jitter
         self._opens_at = 0.0
         self._spread = 0.0
+        self._over = asyncio.Event()
+        self._why = ""
 
     def shut_for(self, seconds: float) -> None:
         """Let no request out for so long, `LONGEST_SHUT_SEC` at most. The longest wait that was asked for holds."""
@@ -60,6 +63,20 @@ class Gate:
         if opens_at > self._opens_at:
             self._opens_at = opens_at
             self._spread = min(seconds, LONGEST_SPREAD_SEC)
+
+    def call_off(self, why: str) -> None:
+        """No request is to be tried again: whoever waits now, or would, gets `Cancelled` with `why`."""
+        self._why = self._why or why
+        self._over.set()
+
+    async def wait(self, seconds: float) -> None:
+        """Wait before a try. Raises `Cancelled` as soon as that is called off."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
+        except TimeoutError:
+            return
+        raise Cancelled(self._why)
 
     @property
     def opens_in(self) -> float:
@@ -78,7 +95,8 @@ async def retried(call: Callable[[], Awaitable[T]], gate: Gate, *, within_sec: f
 
     `call` makes one request, and names its failure as a `PolicyError`. Another try begins at most `within_sec` after
     the first failure (or after the gate was first found shut), and never where the server asks for a longer
-    wait than is left. Raises the last `PolicyError`; that of a gate which stays shut is `rate_limited`.
+    wait than is left. Raises the last `PolicyError`; that of a gate which stays shut is `rate_limited`. Raises
+    `Cancelled` where it waits at a gate that is called off.
     """
     begun = time.monotonic()
     until: float | None = None
@@ -88,7 +106,7 @@ async def retried(call: Callable[[], Awaitable[T]], gate: Gate, *, within_sec: f
             until = until or time.monotonic() + within_sec
             if time.monotonic() + gate.opens_in > until:
                 raise _shut(gate, tries, time.monotonic() - begun)
-            await asyncio.sleep(pause)
+            await gate.wait(pause)
             continue
         async with gate.slots:
             if gate.opens_in:  # shut while this one waited for its slot
@@ -110,7 +128,7 @@ async def retried(call: Callable[[], Awaitable[T]], gate: Gate, *, within_sec: f
         pause = min(LONGEST_PAUSE_SEC, FIRST_PAUSE_SEC * 2.0 ** min(tries - 1, 16)) * gate.jitter()
         if now + pause > until:
             raise _with_tries(fault, tries, now - begun) from fault
-        await asyncio.sleep(pause)
+        await gate.wait(pause)
 
 
 def worth_another_try(fault: PolicyError) -> bool:

@@ -203,8 +203,9 @@ class VllmEngine:
 
     async def update_weights(
         self, path: str, version: int, *, in_flight: Literal["finish", "continue"]
-    ) -> How:
-        """Answers come from the weights at `path`, as `version`, from now on. Returns how they were taken.
+    ) -> str:
+        """Answers come from the weights at `path`, as `version`, from now on. Returns how they were taken: a `How`, and
+        behind `restart` and a colon why.
 
         `path` is a model's directory, or a LoRA adapter's where the engine serves one. Requests under way `finish`
         first, or `continue` with the new weights. A restart cannot continue them: they finish. The prefix cache is
@@ -215,7 +216,7 @@ class VllmEngine:
         """
         async with self._update:
             llm, given = self._running().llm, self._engine_args.get("max_lora_rank")
-            how = await asyncio.to_thread(how_to_update, llm, self.model, self.lora, Path(path), given)
+            how, why = await asyncio.to_thread(how_to_update, llm, self.model, self.lora, Path(path), given)
             self._open.clear()
             try:
                 if how == "restart" or in_flight == "finish":
@@ -226,7 +227,7 @@ class VllmEngine:
                     await self._replace(how, path, version)
             finally:
                 self._open.set()
-            return how
+            return f"{how}: {why}" if why else how
 
     async def release(self, session_id: str) -> None:
         """The prefix cache evicts by itself; the ids of tool calls are forgotten."""

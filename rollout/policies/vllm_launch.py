@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import ValidationError
 
 from rollcage.rollout.outcome import Evidence, PolicyError
 from rollcage.rollout.policies.leash import Leash, shared_memory
@@ -39,6 +40,10 @@ engine shares the cores with the sandboxes."""
 CPU_ARGUMENTS = {"enforce_eager": True, "dtype": "float32"}
 """Likewise. vLLM's own choice, bfloat16, is half as fast on a CPU without instructions for it."""
 
+COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}
+"""Of structured answers: between the fields of a JSON object there may be white space without end otherwise, and small
+models use up their tokens on it. vLLM lets only a backend that is named be told so; this is its first choice."""
+
 QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 QUIET_LOGGERS = ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser", "vllm.v1.engine.async_llm")
@@ -47,6 +52,9 @@ QUIET_LOGGERS = ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser", "vllm.v1.
 GRACE_SEC, SHUTDOWN_SEC = 8.0, 14.0
 """vLLM asks its processes to end, and kills those that are there after the first. Past the second they are killed
 here. The 5 s that vLLM has of itself are too short on a machine that is busy."""
+
+LOOK_SEC = 0.5
+"""How often the processes of an engine that loads are looked at."""
 
 FAILURES = (
     RuntimeError, ValueError, OSError, TypeError, LookupError, AttributeError, AssertionError, ImportError,
@@ -125,15 +133,18 @@ def launch(
             raise _not_started(model, error) from error
         leash = Leash(scratch=scratch[0])
         recorder = LoadRecorder()
+        seen: set[Path] = set()
         try:
-            with _files_below(scratch[0]):
+            with _files_below(scratch[0]), _watched(scratch[0], leash, seen):
                 llm = _load(model, engine_args, recorder, lora, reasoning_parser)
         except BaseException:
             leash.drop()
+            for file in seen:
+                file.unlink(missing_ok=True)
             remove_scratch(*scratch)
             raise
     processes = _processes(llm)
-    shared = set().union(*(shared_memory(process.pid) for process in processes))
+    shared = seen.union(*(shared_memory(process.pid) for process in processes))
     leash.also(shared)
     return Launched(llm, recorder, processes, shared, scratch, leash)
 
@@ -149,6 +160,20 @@ def lora_arguments(path: Path, model: str) -> dict[str, Any]:
     """Engine arguments for an adapter, and room for the next version's beside it. Raises `ValueError`."""
     require_adapter_fits(path, local_directory(model))
     return {"enable_lora": True, "max_lora_rank": rank_for(adapter_rank(path)), "max_cpu_loras": 2}
+
+
+def structured_outputs(given: Any) -> Any:
+    """vLLM's configuration of structured answers: `given`, by name, above `COMPACT`; who names a backend says all of it
+    himself. Raises `ValueError`."""
+    from vllm.config import StructuredOutputsConfig
+
+    if not isinstance(given, Mapping):
+        return given
+    try:
+        return StructuredOutputsConfig(**{**({} if "backend" in given else COMPACT), **given})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"vLLM does not take this structured_outputs_config: {wrong}") from error
 
 
 def _load(
@@ -181,6 +206,7 @@ def _load(
         settings["reasoning_parser"] = reasoning_parser
     settings |= engine_args
     settings["disable_log_stats"] = False  # without its statistics a request has no times
+    settings["structured_outputs_config"] = structured_outputs(settings.get("structured_outputs_config", {}))
     try:
         arguments = AsyncEngineArgs(**settings)
     except TypeError as error:
@@ -226,6 +252,30 @@ def _files_below(folder: Path) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _watched(scratch: Path, leash: Leash, seen: set[Path]) -> Iterator[None]:
+    """Inside, the shared memory of the processes whose temporary files are in `scratch` is put into `seen` and told to
+    the leash as it comes: where Ray ends an actor that loads, it ends these first, and then nobody could tell."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_SEC):
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error, OSError):
+                    if process.environ().get("TMPDIR") == str(scratch):
+                        new = shared_memory(process.pid) - seen
+                        seen.update(new)
+                        leash.also(new)
+
+    looking = threading.Thread(target=look, name="vllm-shared-memory", daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
 
 
 def _processes(llm: Any) -> list[psutil.Process]:

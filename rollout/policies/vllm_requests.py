@@ -65,7 +65,9 @@ def translated(doing: str) -> Iterator[None]:
         raise policy_fault(error, doing, status=429) from error
     except VLLMError as error:
         raise policy_fault(_cause(error), doing, status=_status(error)) from error
-    except (ValueError, TypeError, TimeoutError) as error:
+    except TypeError as error:  # a parameter that there is none of
+        raise policy_fault(error, doing, status=400) from error
+    except (ValueError, TimeoutError) as error:
         raise policy_fault(error, doing) from error
 
 

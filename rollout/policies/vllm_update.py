@@ -26,21 +26,31 @@ class AdapterRefused(ValueError):
     """vLLM does not take an adapter; what it had before it has still."""
 
 
-def how_to_update(llm: Any, model: str, lora: tuple[str, str] | None, path: Path, given: Any) -> How:
-    """How an engine with these weights takes those at `path`. `given`: the user's own `max_lora_rank`, if any.
-    Reads the files. Raises `ValueError` where there is no way."""
+TIED = "tied embeddings cannot be loaded in place on a CPU"
+OTHER = (
+    "the weights have other tensors, another configuration or another tokenizer than those that are loaded"
+)
+"""Why an engine is started anew with a model's weights."""
+
+
+def how_to_update(
+    llm: Any, model: str, lora: tuple[str, str] | None, path: Path, given: Any
+) -> tuple[How, str]:
+    """How an engine with these weights takes those at `path`, and of a restart, why. `given`: the user's own
+    `max_lora_rank`, if any. Reads the files. Raises `ValueError` where there is no way."""
     if not is_adapter(path):
-        how = how_to_load(model, path)
-        return "restart" if _keeps_old_head(llm) else how
+        if how_to_load(model, path) == "restart":
+            return "restart", OTHER
+        return ("restart", TIED) if _keeps_old_head(llm) else ("reload", "")
     if lora is None:
         raise ValueError(f"{path} is a LoRA adapter, and this engine was started without one")
     require_adapter_fits(path, local_directory(model))
     rank, held = adapter_rank(path), llm.vllm_config.lora_config.max_lora_rank
     if rank <= held:
-        return "lora"
+        return "lora", ""
     if given is not None:
         raise ValueError(f"{path} has rank {rank}, and the engine's max_lora_rank is {held}")
-    return "restart"
+    return "restart", f"the adapter has rank {rank}, and the engine has room for {held}"
 
 
 def _keeps_old_head(llm: Any) -> bool:

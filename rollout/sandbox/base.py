@@ -17,6 +17,9 @@ TERMINAL_COLUMNS, TERMINAL_ROWS = 160, 40
 NEW_OUTPUT_BYTES = 1 << 16
 """Bytes kept of what a terminal printed since it was last asked: half from the head, half from the tail."""
 
+HOSTNAME = "sandbox"
+"""Of every sandbox: a shell's prompt shows it, and a replay is to show what the recording did."""
+
 
 @dataclass(frozen=True)
 class CommandResult:
@@ -120,7 +123,8 @@ class SandboxSpec:
     """Paths in memory, with mount options."""
     extra_hosts: tuple[str, ...] = ()
     """`name:address` lines of its /etc/hosts."""
-    hostname: str | None = None
+    hostname: str | None = HOSTNAME
+    """None: the engine's choice, which is the start of the container's id."""
     shm_mb: int | None = None
     """Size of /dev/shm; None: the engine's."""
     origin: Origin | None = None

@@ -142,6 +142,13 @@ async def dead_hosts(engine: Engine) -> set[str]:
     return {host for host in (label.get(HOST_LABEL, "") for label in labels) if _is_dead(host)}
 
 
+async def jobs_on(engine: Engine) -> set[str]:
+    """The jobs that have containers there. Raises `SandboxError`."""
+    wanted = {"label": JOB_LABEL}
+    containers = await engine.call("list containers", lambda api: api.containers(all=True, filters=wanted))
+    return {(found.get("Labels") or {}).get(JOB_LABEL, "") for found in containers} - {""}
+
+
 async def hosts_of(engine: Engine, job: str) -> set[str]:
     """The hosts that have containers of this job. Raises `SandboxError`."""
     wanted = {"label": f"{JOB_LABEL}={job}"}

@@ -41,7 +41,7 @@ def service_spec(
         volumes=tuple(own),
         tmpfs=service.tmpfs,
         extra_hosts=service.extra_hosts if joins or network == "none" else (),
-        hostname=service.hostname if not network.startswith("container:") else None,
+        hostname=_hostname(service) if not network.startswith("container:") else None,
         shm_mb=service.shm_mb,
         pids=min(service.pids or main.pids, main.pids),
     )
@@ -81,6 +81,11 @@ def service_config(service: Service, spec: SandboxSpec, traits: EngineTraits) ->
         if limit != "core"
     ]
     return config
+
+
+def _hostname(service: Service) -> str | None:
+    """The agent's own is a constant, as in `SandboxSpec`: no name by which it would find another service."""
+    return service.hostname or (MAIN if service.name == MAIN else None)
 
 
 def _words(entrypoint: Sequence[str]) -> list[str]:

@@ -55,6 +55,8 @@ class FakeEngine:
 
     async def start(self) -> None:
         self._note("starts", f"{os.getpid()} {self.version}")
+        while (self._model / "loads").exists():  # noqa: ASYNC110 -- another process removes it
+            await asyncio.sleep(0.02)
         if (self._model / "surprise").exists():
             raise KeyError("nobody has thought of this")
         if (self._model / "refuse").exists():

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from local_ray import local_ray
 from ray.exceptions import ActorUnavailableError
 
 from rollcage.cluster.anthropic_policy import anthropic_policy
@@ -142,7 +143,8 @@ def test_a_job_whose_budget_is_spent_ends_and_has_written_what_it_paid_for(
     assert messages.most <= 2
     assert {(row["outcome"], row["error_class"]) for row in rows} == {("cancelled", "cancelled")}
     assert {row["evidence"]["message"] for row in rows} == {"the job's budget of $0.1 is spent"}
-    ended = read_rollouts(tmp_path / "run", ["outcome", "cost_usd", "turns"]).to_pylist()
+    ended = read_rollouts(tmp_path / "run", ["outcome", "cost_usd", "turns", "evidence"]).to_pylist()
+    assert {row["evidence"]["message"] for row in ended} == {"the job's budget of $0.1 is spent"}
     assert Counter(row["outcome"] for row in ended) == {"cancelled": 6}
     turns = [turn for row in ended for turn in row["turns"]]
     assert len(turns) == messages.answered
@@ -291,15 +293,8 @@ async def test_a_count_that_cannot_be_asked_for_a_moment_has_spent_nothing_and_e
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with local_ray():
+        yield
 
 
 @ray.remote(num_cpus=0)

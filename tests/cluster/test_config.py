@@ -184,7 +184,11 @@ def test_wrong_values_are_refused_with_their_line(job, line: str, said: str) -> 
         ),
         (
             "tasks: tasks\nagents:\n- name: bash\n  options:\n    summarize: true\n    max_turns: ten\npolicy: x",
-            "job.yaml:6: agents.0.options.max_turns: agent 'bash' does not take these options: max_turns must be a",
+            "job.yaml:6: agents.0.options.max_turns: agent 'bash' does not take this value: max_turns must be a",
+        ),
+        (
+            "tasks: tasks\nagents:\n- name: bash\n  options:\n    task_prompt: Do it.\npolicy: x",
+            "job.yaml:5: agents.0.options.task_prompt: agent 'bash' does not take this value: task_prompt",
         ),
         ("", "job.yaml: a job is a mapping of settings"),
         ("- tasks", "job.yaml: a job is a mapping of settings"),
@@ -290,6 +294,64 @@ def test_a_script_of_a_short_form_policy_is_found_beside_the_file(job, tmp_path:
     monkeypatch.chdir("/")
     config = load_job(job("tasks: tasks\nagent: bash\npolicy: answers.yaml\n"))
     assert config.policies["answers"].model_dump()["file"] == str(tmp_path / "answers.yaml")
+
+
+ADAPTER = {"adapter_config.json": '{"r": 8}', "adapter_model.safetensors": "\2\0\0\0\0\0\0\0{}"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("tool_parser: hermess", ": vLLM has no tool parser 'hermess' (did you mean 'hermes'?)"),
+        ("reasoning_parser: qwen33", ": vLLM has no reasoning parser 'qwen33' (did you mean 'qwen3"),
+        ("engine_args: {max_modle_len: 1}", ".max_modle_len: vLLM has no such engine argument (did you mean 'max_"),
+        ("engine_args: {zzz: 1}", ".zzz: vLLM has no such engine argument (they are the fields of"),
+        ("engine_args: {tokenizer: ./no}", ".tokenizer: there is no directory HERE/no (name a tokenizer's"),
+        ("model: ./no", ": there is no directory HERE/no (name a model's directory, or its"),
+        ("model: checkpoints/step/40", ": checkpoints/step/40 is no directory here, and no Hugging Face id"),
+        ("model: ./tasks", ": HERE/tasks holds no config.json: it is no model's directory"),
+        ("lora: {name: a, path: none}", ".path: there is no directory HERE/none (name a LoRA"),
+        ("lora: {name: a, path: tasks}", ".path: HERE/tasks holds no adapter_config.json"),
+        ("tokenizer: /no/such", ": there is no directory /no/such (name a tokenizer's"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_model_is_told_before_anything_is_started(
+    job, tmp_path: Path, setting: str, said: str
+) -> None:
+    kind = "{kind: openai, base_url: 'http://a/v1'," if setting.startswith("tokenizer") else "{kind: vllm,"
+    model = "" if setting.startswith("model") else "model: x,"
+    path = job(f"tasks: tasks\nagents: [bash]\npolicies:\n  p: {kind} {model}\n    {setting}}}\n")
+    (problem,) = problems(path)
+    name = setting.partition(":")[0]
+    assert problem.startswith(f"job.yaml:5: policies.p.{name}" + said.replace("HERE", str(tmp_path)))
+    idle = path.read_text().replace("[bash]", "[oracle]")
+    assert load_job(job(idle)).used_policies() == {}, "of a policy that nobody uses it is not asked"
+
+
+def test_a_models_directory_is_looked_for_on_this_machine_only_where_it_is_served_here(
+    job, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    for name, text in ADAPTER.items():
+        (tmp_path / "adapter" / name).write_text(text)
+    (tmp_path / "tasks" / "config.json").write_text("{}")
+    path = job(
+        "tasks: tasks\nagents: [bash]\npolicies:\n  p: {kind: vllm, model: ./tasks, lora: {name: a, path: adapter},"
+        " tool_parser: hermes, reasoning_parser: qwen3, engine_args: {max_model_len: 1, enable_log_requests: true}}\n"
+    )
+    assert list(load_job(path).used_policies()) == ["p"]
+    assert load_job(path, ["policies.p.model=/no/such", "ray.address=head:6379"]).ray.address == "head:6379"
+
+
+def test_every_setting_is_described() -> None:
+    schema = job_schema()
+    found = [
+        f"{name}.{setting}"
+        for name, model in {"the job": schema, **schema["$defs"]}.items()
+        for setting, about in model.get("properties", {}).items()
+        if not about.get("description")
+    ]
+    assert found == []
 
 
 def test_the_schema_takes_what_is_accepted_and_refuses_what_is_not(job) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from fake_engine import GATE
+from local_ray import local_ray
 from serving import Serving, serving, until
 
+from rollcage.cluster.cli_policy import how_told
 from rollcage.cluster.control import (
     only_running_job,
     policy_status,
@@ -160,9 +161,16 @@ async def test_whatever_lies_in_the_folder_is_answered_and_the_job_goes_on(tmp_p
 async def test_a_request_that_comes_too_late_or_is_taken_back_is_not_carried_out(tmp_path: Path) -> None:
     policy, run, new = Fixed(), tmp_path / "run", weights(tmp_path, "new")
     folder = weights(run, "control")
-    async with job_control(run, print) as control:
-        with pytest.raises(InputError, match="the policies of this job are starting"):
-            await policy_status_async(run)
+    (run / "job.json").write_text("{}")
+    async with job_control(run, print, {"p": 3}) as control:
+        [status] = (await policy_status_async(run)).values()
+        assert (status.policy, status.version, status.starting) == ("p", 3, True)
+        with pytest.raises(InputError, match="no policy 'q', but p"):
+            await policy_status_async(run, policy="q")
+        done = await asyncio.to_thread(
+            subprocess.run, [ROLLCAGE, "policy", "status", "--run", run], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (0, "policy p: starting\n"), "that is no error"
         with pytest.raises(CouldNotRun, match="had not begun, and will not"):
             await update_policy_async(run, new, 4, timeout_sec=0.5)
         gone = asyncio.create_task(update_policy_async(run, new, 4))
@@ -248,6 +256,15 @@ def test_a_job_that_does_not_run_is_told_at_once(tmp_path: Path) -> None:
     jobs[1].wait()
 
 
+def test_a_restart_says_why() -> None:
+    assert (
+        how_told("restart: it has another shape")
+        == "started its engine anew with them (restart): it has another shape"
+    )
+    assert how_told("restart") == "started its engine anew with them (restart)"
+    assert how_told("failed: it hangs: for ever") == "failed: it hangs: for ever"
+
+
 def test_a_job_goes_on_where_the_folder_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "control").write_text("a file in its place")
     said: list[str] = []
@@ -262,22 +279,12 @@ def test_a_job_goes_on_where_the_folder_cannot_be_made(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def served(tmp_path: Path, said: list[str], **settings: Any) -> AsyncIterator[tuple[Serving, Path]]:
-    if not ray.is_initialized():
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=128 << 20,
-            log_to_driver=False,
-        )
-    try:
+    with local_ray():
         async with (
             serving(weights(tmp_path, "model"), **settings) as p,
             job(tmp_path / "run", {"p": p.served}, said),
         ):
             yield p, tmp_path / "run"
-    finally:
-        ray.shutdown()
 
 
 @pytest.mark.ray

@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from rollcage.cluster import driver as driver_module
+from rollcage.cluster import progress as progress_module
 from rollcage.cluster import retries as retries_module
 from rollcage.cluster.decisions import TaskKey
 from rollcage.cluster.driver import Driver
-from rollcage.cluster.host import HostLost, Prepared
+from rollcage.cluster.host import HostLoad, HostLost, Prepared
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import AgentPlan, BrokenTask, JobPlan
 from rollcage.cluster.progress import JobProgress
@@ -125,6 +126,7 @@ class Host:
         self.closed = 0
         self.gone: HostLost | None = None
         self.room: int | None = None
+        self.turns = 0
         self.coming: list[list[str]] = []
 
     async def prepare(self, task: Task) -> Prepared:
@@ -135,11 +137,11 @@ class Host:
             raise prepared
         return prepared
 
-    async def expect(self, coming: Sequence[str]) -> int | None:
+    async def expect(self, coming: Sequence[str]) -> HostLoad:
         self.coming.append(list(coming))
         if self.gone is not None:
             raise self.gone
-        return self.room
+        return HostLoad(self.room, self.turns)
 
     async def run(self, spec: AttemptSpec, policy: str | None) -> Attempt:
         self.world.asked.append(spec)
@@ -396,12 +398,31 @@ async def test_a_host_that_cannot_be_steered_is_told_of_once_and_runs_all(
     world = World(tmp_path / "run", tasks=2, samples=2, concurrency=2, warm=1)
     world.attempt = lambda _spec, _host: asyncio.sleep(0.05, "passed")
 
-    async def expect(_coming: Sequence[str]) -> int | None:
+    async def expect(_coming: Sequence[str]) -> HostLoad:
         raise ValueError("a slip")
 
     monkeypatch.setattr(world.hosts[0], "expect", expect)
     assert (await world.drive()).outcomes == {("passed", None): 4}
     assert world.text.count("starts nothing ahead") == 1
+
+
+async def test_while_nothing_ends_the_turns_say_that_something_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in (
+        (driver_module, "STEER_SEC"),
+        (driver_module, "HEARTBEAT_SEC"),
+        (progress_module, "LINE_SEC"),
+    ):
+        monkeypatch.setattr(module, name, 0.02)
+    world = World(tmp_path, tasks=1, samples=1)
+    world.hosts[0].turns = 3
+    held = Held(world)
+    job = asyncio.ensure_future(world.drive())
+    await until(lambda: "0/1 rollouts, 1 in flight (3 turns so far), " in world.text)
+    held.go.set()
+    assert (await job).outcomes == {("passed", None): 1}
+    assert "1/1 rollouts, 1 passed, 0 in flight, " in world.text
 
 
 async def test_a_host_that_is_full_gets_no_more_than_it_can_hold(
@@ -607,11 +628,14 @@ async def test_once_money_runs_out_what_runs_ends_without_a_limit_and_an_interru
     held = Held(world)
     job = asyncio.ensure_future(world.drive())
     await until(lambda: len(world.asked) == 3)
-    world.driver.run_out()
+    world.driver.run_out("the job's budget of $1 is spent")
     await asyncio.sleep(0.2)
     assert all(host.cancels == 0 for host in world.hosts)
     held.go.set()
-    assert (await job).outcomes == {("passed", None): 3, ("cancelled", "cancelled"): 2}
+    ends = await job
+    assert ends.outcomes == {("passed", None): 3, ("cancelled", "cancelled"): 2}
+    told = [row["evidence"] and row["evidence"]["message"] for row in ends.rollouts if not row["attempt_id"]]
+    assert told == ["the job's budget of $1 is spent"] * 2, "who reads them can tell them from Ctrl-C"
 
     world = World(tmp_path / "again", tasks=1, samples=5, concurrency=3)
     Held(world)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rollcage.cluster.host import HostSpec, SandboxHost
+from rollcage.cluster.host import HostLoad, HostSpec, SandboxHost
 from rollcage.cluster.scratch import remove_abandoned
 from rollcage.cluster.task_copies import TaskCopies, _not_copied, pack_task
 from rollcage.rollout.outcome import BuildError, Outcome, SandboxError, TaskError
@@ -128,9 +128,12 @@ async def test_an_attempt_that_is_cancelled_ends_in_its_record(
     task = load_task(write_task("tasks/one", toml=SETTINGS, solve="#!/bin/sh\nsleep 600\n"))
     assert (await host.prepare(task)).error_class is None
     attempt = asyncio.ensure_future(host.run(spec(task), None))
-    await asyncio.sleep(1.0 if running else 0)  # 0: it is there and has not begun
+    await asyncio.sleep(0)  # it is there and has not begun
+    while running and (await host.expect([])).turns == 0:  # noqa: ASYNC110 -- the oracle's own, which sleeps
+        await asyncio.sleep(0.05)
     await host.cancel()
     ended = await attempt
+    assert await host.expect([]) == HostLoad(room=None, turns=0)
     assert (ended.outcome, ended.error_class) == (Outcome.CANCELLED, "cancelled")
 
 

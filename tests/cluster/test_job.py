@@ -150,10 +150,14 @@ def test_a_job_with_bad_tasks_among_good_ones(start: Callable[..., Job], write_t
 
 
 def test_ctrl_c_once_what_runs_ends_and_is_written(start: Callable[..., Job], write_task: Any) -> None:
-    task = write_task("tasks/slow", toml=SETTINGS, solve="#!/bin/sh\nsleep 5\ntouch /app/hello\n")
+    held = "#!/bin/sh\nuntil [ -e /go ]; do sleep 0.1; done\ntouch /app/hello\n"
+    task = write_task("tasks/slow", toml=SETTINGS, solve=held)
     job = start("--tasks", task, "--agent", "oracle", "--samples", "6", "--concurrency", "2")
     job.until(lambda: len(job.containers("running")) == 2, "two sandboxes")
     os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to Ray's processes, too
+    job.until(lambda: "interrupted: no more rollouts" in job.errors.read_text(), "the signal")
+    for container in job.containers("running"):
+        job.engine.api.exec_start(job.engine.api.exec_create(container, ["touch", "/go"])["Id"])
     status, report = job.end()
     assert status == 130
     assert job.rollouts == {("passed", None): 2, ("cancelled", "cancelled"): 4}

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
+from rollcage.cluster import asked
 from rollcage.cluster.client_policies import client_policy
-from rollcage.cluster.config_policies import OpenAIPolicyConfig
+from rollcage.cluster.config_policies import AnthropicPolicyConfig, OpenAIPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
+from rollcage.cluster.job import RunOptions, run_job
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -30,7 +36,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if asked["model"] != "m":
-            self.answer({"error": {"message": "unknown"}}, 404)
+            self.answer({"type": "error", "error": {"type": "not_found_error", "message": "unknown"}}, 404)
             return
         message = {"role": "assistant", "content": "A"}
         self.answer({"choices": [{"index": 0, "finish_reason": "length", "message": message}]})
@@ -74,8 +80,26 @@ def test_a_server_without_ids_is_refused_where_they_are_required(url: str) -> No
 
 
 def test_a_model_that_the_server_does_not_have_is_named_with_those_that_it_has(url: str) -> None:
-    with pytest.raises(InputError, match=r"^policies\.small: .* has no model 'n'; it has m"):
+    with pytest.raises(InputError, match=r"^policies\.small: .* has no model 'n'; it has m$"):
         client_policy("small", config(url, model="n"))
+
+
+def test_a_model_that_a_server_of_the_messages_api_does_not_have_is_named_with_url_and_settings(
+    url: str,
+) -> None:
+    there = url.removesuffix("/v1")
+    claude = AnthropicPolicyConfig(kind="anthropic", model="n", base_url=there, retry_sec=0.2)
+    said = (
+        rf"^policies\.claude: {re.escape(there)}: the server has no model 'n': correct `model`, or `base_url`"
+    )
+    with pytest.raises(InputError, match=said) as refused:
+        client_policy("claude", claude)
+    assert refused.value.setting == ("policies", "claude")
+
+
+def test_https_to_a_server_without_it_says_what_to_write(url: str) -> None:
+    with pytest.raises(CouldNotRun, match="the server speaks http, not TLS: write http:// in base_url"):
+        client_policy("small", config(url.replace("http:", "https:")))
 
 
 def test_a_server_that_does_not_answer_does_not_hold_back_ctrl_c() -> None:
@@ -102,6 +126,27 @@ def test_headers_that_cannot_be_sent_are_refused(headers: dict[str, str]) -> Non
     assert config("http://127.0.0.1:9/v1", headers={"X-S": "a {session}\tb", "Y": ""}).headers["Y"] == ""
 
 
-def test_a_server_that_is_not_there_is_no_fault_of_the_job() -> None:
-    with pytest.raises(CouldNotRun, match=r"policies\.small: http://127\.0\.0\.1:9/v1: policy_unavailable"):
-        client_policy("small", config("http://127.0.0.1:9/v1"))
+def test_a_server_that_is_not_there_is_no_fault_of_the_job_and_is_waited_for_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(asked, "WORD_SEC", 0.0)
+    told: list[str] = []
+    said = r"policies\.small: http://127\.0\.0\.1:9/v1: policy_unavailable: .* \(nothing answers there: start"
+    with pytest.raises(CouldNotRun, match=said):
+        client_policy("small", config("http://127.0.0.1:9/v1", retry_sec=2.0), told.append)
+    assert told == [
+        "http://127.0.0.1:9/v1 does not answer yet (Connection refused): waiting for it, up to 2 s (Ctrl-C ends that)"
+    ]
+
+
+def test_what_a_server_lacks_is_told_with_the_line_of_the_setting(tmp_path: Path, write_task: Any) -> None:
+    write_task("tasks/one")
+    job = tmp_path / "job.yaml"
+    policy = (
+        "  small:\n    kind: openai\n    model: m\n    base_url: http://127.0.0.1:9/v1\n    retry_sec: 0.1\n"
+    )
+    job.write_text(f"tasks: tasks\nagents: [bash]\noutput: out\npolicies:\n{policy}")
+    options = RunOptions(job, [], [], None, None, None, None, [], None, False)
+    with pytest.raises(CouldNotRun, match=rf"^{re.escape(str(job))}:8: policies\.small: http://127"):
+        run_job(options, Console(file=StringIO()))
+    assert not (tmp_path / "out").exists()

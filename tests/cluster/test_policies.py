@@ -6,22 +6,30 @@ Engines are fake and answer at once (`fake_engine.py`), actors are real; `test_p
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import pickle
 import signal
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
 import ray
-from fake_engine import DIE, DIE_ONCE, END_ACTOR, GATE, HANG, HANG_ONCE, OVERFLOW, REFUSE, WAIT
+from fake_engine import DIE, DIE_ONCE, END_ACTOR, GATE, HANG, HANG_ONCE, OVERFLOW, REFUSE, WAIT, fake_engine
+from local_ray import local_ray
+from rich.console import Console
 from serving import Serving, serving, until
 
 from rollcage.cluster import policies
+from rollcage.cluster.config import JobConfig
+from rollcage.cluster.errors import CouldNotRun
+from rollcage.cluster.job import _served_policies
+from rollcage.cluster.progress import JobProgress
 from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies.leash import Leash
 
@@ -30,16 +38,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120), pytest.mark.asyncio(loo
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=4,
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(num_gpus=4):
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -265,3 +265,55 @@ async def test_scaling_down_drains_and_scaling_up_starts_more(tmp_path: Path) ->
         assert len({await p.who(f"more{i}") for i in range(6)}) == 3
         with pytest.raises(ValueError, match="at least one"):
             await p.served.scale(0)
+
+
+@pytest.fixture
+def two_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    """A job whose policies `slow` and `other` are served by fake engines; that of `slow` loads as long as there is a
+    file of that name."""
+    monkeypatch.setattr(policies, "ServedPolicy", partial(policies.ServedPolicy, make_engine=fake_engine))
+    for name in ("slow", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "slow" / "loads").touch()
+    return JobConfig.model_validate(
+        {
+            "tasks": ["t"],
+            "agents": [{"name": "bash", "label": name, "policy": name} for name in ("slow", "other")],
+            "policies": {name: {"kind": "vllm", "model": str(tmp_path / name)} for name in ("slow", "other")},
+        }
+    )
+
+
+async def test_two_policies_start_side_by_side(two_policies: JobConfig, tmp_path: Path) -> None:
+    said: list[str] = []
+    progress = JobProgress(1, Console(file=io.StringIO()))
+    progress.say = said.append  # type: ignore[method-assign]
+
+    async def serve() -> list[str]:
+        async with _served_policies(two_policies, progress) as served:
+            return list(served)
+
+    serving_both = asyncio.create_task(serve())
+    await until(lambda: any(line.startswith("policy other is ready") for line in said))
+    (tmp_path / "slow" / "loads").unlink()
+    assert await serving_both == ["slow", "other"]
+
+
+async def test_a_policy_that_does_not_start_ends_the_start_of_the_others(
+    two_policies: JobConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "other" / "loads").touch()
+    (tmp_path / "other" / "refuse").write_text("no room for it")
+    starts = [tmp_path / name / "starts" for name in ("slow", "other")]
+
+    async def serve() -> None:
+        async with _served_policies(two_policies, JobProgress(1, Console(file=io.StringIO()))):
+            pytest.fail("a policy is missing")
+
+    serving_both = asyncio.create_task(serve())
+    await until(lambda: all(file.exists() for file in starts))
+    pids = [int(file.read_text().split()[0]) for file in starts]
+    (tmp_path / "other" / "loads").unlink()
+    with pytest.raises(CouldNotRun, match=r"policy other: replica 1 of 1: .*no room for it"):
+        await serving_both
+    await until(lambda: not any(map(psutil.pid_exists, pids)))

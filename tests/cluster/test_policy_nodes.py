@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 from serving import serving, until
 
 from rollcage.cluster import supervised
+from rollcage.cluster.actors import WORKER_NICENESS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(200)]
 
@@ -27,7 +28,7 @@ def nodes() -> Iterator[Cluster]:
         "num_cpus": 1,
         "include_dashboard": False,
         # A node that is gone refuses each of five checks: they need not be 3 s apart.
-        "_system_config": {"health_check_period_ms": 500},
+        "_system_config": {"health_check_period_ms": 500, "worker_niceness": WORKER_NICENESS},
     }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):

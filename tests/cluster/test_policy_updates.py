@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 from fake_engine import DIE_ONCE, GATE
+from local_ray import local_ray
 from serving import serving, until
 
 from rollcage.cluster.config_policies import VllmPolicyConfig
@@ -24,16 +25,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=4,
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(num_gpus=4):
+        yield
 
 
 async def test_half_of_the_replicas_serve_while_the_others_take_new_weights(tmp_path: Path) -> None:

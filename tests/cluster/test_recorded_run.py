@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
 from rollcage.cluster.config import load_job
 from rollcage.cluster.errors import InputError
 from rollcage.cluster.ledger import Ledger
-from rollcage.cluster.recorded_run import check_output, open_run, plan_again
+from rollcage.cluster.recorded_run import Selection, check_output, open_run, plan_again, select_uncancelled
+from rollcage.cluster.replay import ReplayOptions, replay
 from rollcage.rollout.outcome import Outcome
 from rollcage.rollout.schema import SCHEMAS
 from rollcage.rollout.trajectory import Attempt, Reward, Trajectory
@@ -34,13 +38,24 @@ def run(tmp_path: Path, write_task: Callable[..., Path]) -> Path:
     return tmp_path / "run"
 
 
-async def write_rollout(run: Path) -> Path:
-    """One row; the shard it is in."""
+async def write_rollout(run: Path, *called_off: str) -> Path:
+    """One row; the shard it is in. `called_off`: the attempts of further ones, which ended cancelled; empty where
+    none was made."""
     attempt = Attempt(
         "a", "j", "plain", "d", 0, 1, "oracle", "", "h", Outcome.PASSED, reward=Reward(1.0), trajectory=Trajectory()
     )  # fmt: skip
     ledger = Ledger.open(run)
     await ledger.record_rollout(attempt, attempts=1, group_size=1)
+    for sample, attempt_id in enumerate(called_off, 1):
+        cancelled = replace(
+            attempt,
+            attempt_id=attempt_id,
+            sample=sample,
+            outcome=Outcome.CANCELLED,
+            error_class="cancelled",
+            reward=None,
+        )
+        await ledger.record_rollout(cancelled, attempts=int(bool(attempt_id)), group_size=1)
     await ledger.finish({})
     [shard] = (run / "rollouts").iterdir()
     return shard
@@ -63,6 +78,26 @@ async def test_a_damaged_file_is_named(run: Path, damage: Callable[[bytes], byte
     shard.write_bytes(damage(shard.read_bytes()))
     with pytest.raises(InputError, match=r"part-00000\.arrow: this shard is damaged"):
         rows(run)
+
+
+async def test_of_a_run_that_has_not_ended_it_is_said_that_what_has_ended_is_replayed(run: Path) -> None:
+    said = StringIO()
+    with pytest.raises(InputError, match="holds no rollout"):
+        replay(ReplayOptions(run, Selection()), Console(file=said, width=1000), show=print)
+    assert "run has not ended: it is still going on, or was killed; what has ended" in said.getvalue()
+    await write_rollout(run)
+    assert open_run(run).finished
+
+
+async def test_rollouts_that_were_called_off_are_left_out_and_counted(run: Path) -> None:
+    await write_rollout(run, "b", "", "c")
+    opened = open_run(run)
+    ended = list(opened.rows(("attempt_id", "outcome")))
+    left, cancelled = select_uncancelled(opened, Selection(), ended)
+    assert ([row["attempt_id"] for row in left], cancelled) == (["a"], 3)
+    assert select_uncancelled(opened, Selection(sample=0), ended) == (left, 0)
+    with pytest.raises(InputError, match=r"ended cancelled, and is not replayed:\n  plain#1 by oracle: b"):
+        select_uncancelled(opened, Selection(rollout="b"), ended)
 
 
 async def test_files_of_another_version_are_named(run: Path) -> None:

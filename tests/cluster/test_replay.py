@@ -22,6 +22,7 @@ from rollcage.cluster.errors import InputError
 from rollcage.cluster.recorded_run import RecordedRun, Selection, open_run, select
 from rollcage.cluster.replay import Replayed, ReplayOptions, _tokenizer, compare, render_comparison, replay
 from rollcage.rollout.arrow import read_rollouts
+from rollcage.rollout.sandbox.base import HOSTNAME
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(240)]
 
@@ -35,6 +36,8 @@ FULL: list[Any] = [
     "I looked where I am. Next: greet.",
     "```bash\necho hello >hello.txt\nsubmit\n```",
 ]
+TYPE = ['{"analysis": "", "plan": "", "commands": [], "task_complete": true}']
+"""Nothing is typed, for how much of an output has come by a certain time is not the same each time."""
 LOOK = ["```bash\ndate +%N; id -u\n```", "I am lost.", "```bash\nsubmit\n```"]
 
 
@@ -60,8 +63,8 @@ def files(directory: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, run_here: Callable[..., Path]) -> Path:
-    """A run of one task by three agents. Of the bash agent's samples the first solves it, and the second prints the
-    time; the brief one has to sum up."""
+    """A run of one task by four agents. Of the bash agent's samples the first solves it, and the second prints the
+    time; the brief one has to sum up; the one with a terminal looks at its prompt, and is done."""
     root = tmp_path_factory.mktemp("replay")
     shutil.copytree(EXAMPLES / "say-hello", root / "tasks" / "say-hello")
     script = root / "answers.yaml"
@@ -69,10 +72,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, run_here: Callable[..., P
     script.write_text(yaml.safe_dump({"tokens": True, "tasks": answers}))
     brief = root / "brief.yaml"
     brief.write_text(yaml.safe_dump({"tokens": True, "default": FULL}))
+    typed = root / "typed.yaml"
+    typed.write_text(yaml.safe_dump({"tokens": True, "default": 2 * TYPE}))
     agents = [
         "oracle",
         {"name": "bash", "policy": "plain"},
         {"name": "bash", "label": "brief", "policy": "full", "options": {"summarize": True}, "samples": 1},
+        {"name": "keys", "policy": "typed", "samples": 1},
     ]
     run = run_here(
         {
@@ -81,6 +87,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, run_here: Callable[..., P
             "policies": {
                 "plain": {"kind": "scripted", "file": str(script)},
                 "full": {"kind": "scripted", "file": str(brief)},
+                "typed": {"kind": "scripted", "file": str(typed)},
             },
             "samples": 2,
             "output": str(root / "run"),
@@ -88,6 +95,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, run_here: Callable[..., P
     )
     script.unlink()  # no policy is asked again
     brief.unlink()
+    typed.unlink()
     return run
 
 
@@ -135,8 +143,8 @@ def test_a_whole_run_is_replayed_into_a_new_one(unchanged: Path, tmp_path: Path)
     done = rollcage("replay", unchanged, "--output", new, "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert [said[word] for word in ("rollouts", "identical", "diverged", "without_policy")] == [5, 2, 1, 2]
-    assert said["outcomes_agree"] == 5
+    assert [said[word] for word in ("rollouts", "identical", "diverged", "without_policy")] == [6, 3, 1, 2]
+    assert said["outcomes_agree"] == 6
     columns = ["agent", "task", "sample", "turn_count", "segments", "policy", "outcome"]
     then, now = (
         sorted(read_rollouts(run, columns).to_pylist(), key=lambda row: (row["agent"], row["sample"]))
@@ -158,6 +166,14 @@ def test_an_agent_that_summed_up_does_so_again(unchanged: Path) -> None:
     assert done.attempt.trajectory is not None
     assert [turn.purpose for turn in done.attempt.trajectory.turns] == ["act", "summary", "act"]
     assert len(done.attempt.trajectory.segments) == 2
+
+
+def test_a_terminal_shows_the_same_prompt_again(unchanged: Path) -> None:
+    done = again(unchanged, agent="keys", sample=0)
+    assert done.comparison["identical"] == 1, done.comparison
+    assert done.attempt is not None
+    assert done.attempt.trajectory is not None
+    assert f"root@{HOSTNAME}:" in done.attempt.trajectory.messages[0].content, "or it would show nothing"
 
 
 def test_an_agent_without_a_policy_just_runs_again(unchanged: Path) -> None:
@@ -245,7 +261,7 @@ class TestSelecting:
 
     def test_several_where_one_is_asked_for(self, recorded: Path) -> None:
         run = open_run(recorded)
-        with pytest.raises(InputError, match=r"3 rollouts are meant(.|\n)*#0 by (bash|brief|oracle): "):
+        with pytest.raises(InputError, match=r"4 rollouts are meant(.|\n)*#0 by (bash|brief|oracle|keys): "):
             select(run, Selection(sample=0), self.rows(run))
 
     def test_none(self, recorded: Path) -> None:
@@ -258,7 +274,7 @@ class TestSelecting:
     def test_patterns_and_agents_take_several(self, recorded: Path) -> None:
         run = open_run(recorded)
         assert len(select(run, Selection(task="rollcage/say-*", agent="bash"), self.rows(run))) == 2
-        assert len(select(run, Selection(), self.rows(run))) == 5
+        assert len(select(run, Selection(), self.rows(run))) == 6
 
 
 def row(sample: int, note: dict[str, Any] | None, outcome: str = "passed") -> dict[str, Any]:
@@ -276,3 +292,9 @@ def test_replays_are_told_apart() -> None:
     assert [found[word] for word in ("identical", "diverged", "unserved", "without_policy")] == [1, 1, 1, 1]
     [shorter] = found["others"]
     assert shorter["diverged"] == {"turn": 1, "recorded": "an answer", "given": "the agent did not ask"}
+
+
+def test_what_was_called_off_is_counted_where_the_replay_is_told_of() -> None:
+    said = StringIO()
+    render_comparison(compare([row(0, None)], [row(0, None)], cancelled=2), Console(file=said, width=1000))
+    assert said.getvalue().endswith("outcomes agree in 1 of 1\nleft out: 2 that ended cancelled\n")

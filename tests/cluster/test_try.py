@@ -9,12 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from rollcage.cluster.foreground import render
+from rollcage.rollout.outcome import Outcome
 from rollcage.rollout.sandbox.engine import Engine
+from rollcage.rollout.trajectory import Attempt
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
 
@@ -93,6 +98,17 @@ def test_a_broken_task_is_bad_input(write_task: Any) -> None:
     assert "task.toml:2" in done.stderr
 
 
+def test_time_that_was_lost_says_what_was_waited_for() -> None:
+    said = StringIO()
+    attempt = Attempt(
+        "a", "j", "t", "d", 0, 1, "tools", "p", "h", Outcome.PASSED, phases={"agent": 20.0}, infra_seconds=16.3
+    )  # fmt: skip
+    render(attempt, Console(file=said, width=1000))
+    assert (
+        "agent 20.00 s; of the agent's, 16.30 s waited for the policy (its queue, retries" in said.getvalue()
+    )
+
+
 def begin(*arguments: str | Path) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -139,7 +155,7 @@ def test_interrupted_while_the_agent_works_it_cleans_up(
     assert "Traceback" not in said
     assert out.startswith("cancelled")
     assert engine.api.containers(all=True, filters={"ancestor": image}) == []
-    engine.api.remove_image(image)
+    engine.api.remove_image(image, noprune=True)  # two at once would meet at its parents
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

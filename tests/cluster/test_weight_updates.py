@@ -1,7 +1,8 @@
 """Weights that are replaced under a job: real vLLM and sandboxes, and log-probabilities that say whose a turn is.
 
 Two tiny models, A and B. A job with two policies begins on A: `finishing` lets turns in flight end on the weights that
-they began with, `continuing` goes on with the new ones.
+they began with, `continuing` goes on with the new ones. An agent of the test's own holds its turns: each begins when
+the test says so.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from tiny_models import tiny_model
 
 from rollcage.cluster.control import PolicyStatus, policy_status, update_policy, update_policy_async
-from rollcage.cluster.errors import InputError
+from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.rollout.arrow import read_attempts, read_rollouts
-from rollcage.rollout.policies import smollm2
 from rollcage.rollout.rows import attempt_from_row
 from rollcage.rollout.trajectory import Attempt, Turn
 
@@ -35,33 +35,50 @@ ROLLCAGE = Path(sys.executable).parent / "rollcage"
 NOISE = 2e-3
 """Nats between vLLM's float32 and transformers': 1e-4 was seen. A and B are tenths apart."""
 
-TURNS = {"finishing": (5, 300), "continuing": (3, 600)}
-"""Turns of a rollout, and tokens of each. Long turns: the update must come upon one, and not between two."""
+AGENT = '''
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from rollcage.rollout.agents.conversation import Conversation, Limits
+from rollcage.rollout.trajectory import Message
 
 
-def tiny_model(folder: Path, seed: int) -> Path:
-    """A Llama of two layers with random weights and the small model's tokenizer, which never ends an answer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+class Held:
+    """A turn of each number of tokens. It waits for a turn's gate before it, and tells of its end."""
 
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        initializer_range=0.1,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,  # or vLLM on a CPU could not load it in place
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(smollm2.prepare() / name, folder / name)
-    return folder
+    name = "held"
+    needs_policy = True
+
+    def __init__(self, gates: str, tokens: list[int]) -> None:
+        self.gates = gates
+        self.tokens = tokens
+
+    async def run(self, context):
+        talk, sampling = Conversation(context, Limits()), context.sampling
+        for number, tokens in enumerate(self.tokens):
+            while not Path(f"{self.gates}-{number}-open").exists():
+                await asyncio.sleep(0.02)
+            context.sampling = replace(sampling, max_tokens=tokens)
+            await talk.ask([Message("user", "Go on.")])
+            Path(f"{self.gates}-{number}-ended").touch()
+'''
+
+AGENTS = {"finishing": ("finishing", [800, 40]), "continuing": ("continuing", [2000, 40]),
+          "stale": ("finishing", [40, 40])}  # fmt: skip
+"""By label: the policy, and the tokens of each turn. Where an update is to come upon a turn, that takes seconds."""
+
+POLICIES = {
+    "finishing": {"on_update": "finish", "max_staleness": 1},
+    "continuing": {"on_update": "continue"},
+}
+
+TASK = {
+    "task.toml": '[environment]\nmemory_mb = 64\nnetwork_mode = "no-network"\n',
+    "instruction.md": "Go on.\n",
+    "environment/Dockerfile": "FROM debian:bookworm-slim\n",
+    "tests/test.sh": "#!/bin/sh\necho 1 >/logs/verifier/reward.txt\n",
+}
 
 
 class Fresh:
@@ -72,47 +89,122 @@ class Fresh:
 
         self._model = LlamaForCausalLM.from_pretrained(model).eval()
 
-    def logprobs(self, ids: list[int], start: int, end: int) -> np.ndarray:
-        """Of `ids[start:end]`, each after all before it."""
+    def differs(self, turn: Turn, ids: list[int], given: np.ndarray) -> np.ndarray:
+        """Of each token of a turn, whether its log-probability is not this model's."""
         import torch
 
+        start, end = turn.prompt_len, turn.prompt_len + turn.completion_len
         with torch.no_grad():
             hidden = self._model.model(torch.tensor([ids[:end]])).last_hidden_state[0, start - 1 : end - 1]
-            logits = self._model.lm_head(hidden).float().log_softmax(-1)
-            found: np.ndarray = logits.gather(1, torch.tensor(ids[start:end])[:, None])[:, 0].numpy()
-            return found
+            asked = torch.tensor(ids[start:end])[:, None]
+            found = [
+                self._model.lm_head(some).float().log_softmax(-1).gather(1, those)[:, 0].numpy()
+                for some, those in zip(hidden.split(200), asked.split(200), strict=True)
+            ]
+        differs: np.ndarray = np.abs(np.concatenate(found) - given) > NOISE
+        return differs
 
 
-def until(condition: Callable[[], Any], job: subprocess.Popen[str], errors: Path) -> Any:
-    deadline = time.monotonic() + 240
-    while not (found := condition()):
-        assert job.poll() is None, errors.read_text()
-        assert time.monotonic() < deadline, errors.read_text()
-        time.sleep(0.05)
-    return found
+class Job:
+    """`rollcage run`, and what its agents wait for."""
+
+    def __init__(self, folder: Path, model: Path, scratch: str) -> None:
+        self.run = folder / "run"
+        self._folder = folder
+        self._errors = folder / "stderr.txt"
+        (folder / "held_agent.py").write_text(AGENT)
+        for file, text in TASK.items():
+            (folder / "task" / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "task" / file).write_text(text)
+        engine = {"max_model_len": 4096, "max_num_seqs": 4, "block_size": 32}
+        served = {"kind": "vllm", "model": str(model), "threads": 1, "engine_args": engine}
+        sampling = {"seed": 5, "extra": {"ignore_eos": True}}
+        job = {
+            "tasks": [str(folder / "task")],
+            "agents": [
+                {
+                    "name": "held_agent:Held",
+                    "label": label,
+                    "policy": policy,
+                    "options": {"gates": str(folder / label), "tokens": tokens},
+                }
+                for label, (policy, tokens) in AGENTS.items()
+            ],
+            "samples": 1,
+            "policies": {
+                name: {**served, **settings, "sampling": sampling} for name, settings in POLICIES.items()
+            },
+            "concurrency": len(AGENTS),
+        }
+        (folder / "job.yaml").write_text(yaml.safe_dump(job))
+        with self._errors.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [ROLLCAGE, "run", folder / "job.yaml", "--output", self.run, "--json"],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, "TMPDIR": scratch},
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def open(self, turn: int, *labels: str) -> None:
+        """The agents with these labels may begin their turns of this number."""
+        for label in labels:
+            (self._folder / f"{label}-{turn}-open").touch()
+
+    def until_ended(self, turn: int, label: str) -> None:
+        """The turn of this number has, of the agent with this label."""
+        self.until((self._folder / f"{label}-{turn}-ended").exists)
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 240
+        while not condition():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+
+    def at_work(self, *policies: str) -> bool:
+        """Each of these has a turn in flight."""
+        found = self.status()
+        return bool(found) and all(sum(one["running"] for one in found[name].replicas) for name in policies)
+
+    def status(self) -> dict[str, PolicyStatus]:
+        try:
+            return policy_status(self.run)
+        except (InputError, CouldNotRun):
+            return {}  # not yet
+
+    async def update_all(self, path: Path, version: int) -> list[dict[int, str]]:
+        updating = (update_policy_async(self.run, path, version, policy=name) for name in POLICIES)
+        return [one.replicas for one in await asyncio.gather(*updating)]
+
+    def end(self) -> dict[str, Any]:
+        """Its report, once it has ended well."""
+        out, _ = self.process.communicate(timeout=200)
+        assert self.process.returncode == 0, self.said
+        report: dict[str, Any] = json.loads(out)
+        return report
+
+    @property
+    def said(self) -> str:
+        return self._errors.read_text()
 
 
-def status(run: Path) -> dict[str, PolicyStatus]:
-    try:
-        return policy_status(run)
-    except InputError:
-        return {}  # not yet
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[Path, Path]:
+    a, b = (tiny_model(tmp_path / name, seed, spread=0.1) for seed, name in enumerate("ab"))
+    return a, b
 
 
-def at_work(run: Path, *names: str) -> bool:
-    """Each of these policies has a turn in flight."""
-    found = status(run)
-    return bool(found) and all(sum(one["running"] for one in found[name].replicas) for name in names)
-
-
-def has_ended(run: Path, agent: str) -> bool:
-    """A rollout of this agent has."""
-    return agent in read_rollouts(run, ["agent"])["agent"].to_pylist()
-
-
-async def update_all(run: Path, path: Path, version: int) -> list[dict[int, str]]:
-    done = await asyncio.gather(*(update_policy_async(run, path, version, policy=name) for name in TURNS))
-    return [one.replicas for one in done]
+@pytest.fixture
+def job(tmp_path: Path, models: tuple[Path, Path]) -> Iterator[Job]:
+    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as scratch:  # short: it holds Ray's sockets
+        job = Job(tmp_path, models[0], scratch)
+        yield job
+        if job.process.poll() is None:
+            job.process.terminate()
+            job.process.wait(60)
 
 
 def turns_of(attempt: Attempt) -> Iterator[tuple[Turn, list[int], np.ndarray]]:
@@ -124,111 +216,45 @@ def turns_of(attempt: Attempt) -> Iterator[tuple[Turn, list[int], np.ndarray]]:
         yield turn, segment.ids, np.array(segment.logprobs[turn.prompt_len : end])
 
 
-@pytest.fixture
-def scratch() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as scratch:  # short: it holds Ray's sockets
-        yield scratch
+def test_log_probabilities_change_where_the_version_does(
+    tmp_path: Path, models: tuple[Path, Path], job: Job
+) -> None:
+    a, b = models
+    job.open(0, "stale")
+    job.until_ended(0, "stale")
+    job.open(0, "finishing", "continuing")
+    job.until(lambda: job.at_work(*POLICIES))
+    assert asyncio.run(job.update_all(b, 1)) == [{1: "reload"}] * 2
 
-
-@pytest.mark.skip(reason="the job may end before the second update comes: its turns must be held, not long")
-def test_log_probabilities_change_where_the_version_does(tmp_path: Path, scratch: str) -> None:
-    a, b = tiny_model(tmp_path / "a", 1), tiny_model(tmp_path / "b", 2)
     (tmp_path / "empty").mkdir()
-    for name in ("first", "second"):
-        for file, text in {
-            "task.toml": '[environment]\nmemory_mb = 64\nnetwork_mode = "no-network"\n',
-            "instruction.md": f"Do the {name} thing.\n",
-            "environment/Dockerfile": "FROM debian:bookworm-slim\n",
-            "tests/test.sh": "#!/bin/sh\necho 1 >/logs/verifier/reward.txt\n",
-        }.items():
-            (tmp_path / "tasks" / name / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "tasks" / name / file).write_text(text)
-    policy = {
-        "kind": "vllm",
-        "model": str(a),
-        "threads": 1,
-        "engine_args": {"max_model_len": 8192, "max_num_seqs": 4, "block_size": 32},
-    }
-    settings = {
-        "finishing": {"on_update": "finish", "max_staleness": 1},
-        "continuing": {"on_update": "continue"},
-    }
-    policies = {
-        name: {**policy, **settings[name], "sampling": {"max_tokens": tokens, "seed": 5}}
-        for name, (_, tokens) in TURNS.items()
-    }
-    agents = [
-        {
-            "name": "bash",
-            "label": name,
-            "policy": name,
-            "options": {"max_turns": turns, "max_malformed": 99},
-        }
-        for name, (turns, _) in TURNS.items()
-    ]
-    job = {
-        "tasks": [str(tmp_path / "tasks/*")],
-        "agents": agents,
-        "samples": 1,
-        "policies": policies,
-        "concurrency": 2,
-    }
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    run, errors = tmp_path / "run", tmp_path / "stderr.txt"
-    with errors.open("w") as stderr:
-        running = subprocess.Popen(
-            [ROLLCAGE, "run", tmp_path / "job.yaml", "--output", run, "--json"],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env={**os.environ, "TMPDIR": scratch},
-            start_new_session=True,
-        )
-    try:
-        until(lambda: at_work(run, *policies), running, errors)
-        assert asyncio.run(update_all(run, b, 1)) == [{1: "reload"}] * 2
-        with pytest.raises(InputError, match=r"holds no config\.json"):
-            update_policy(run, tmp_path / "empty", 2, policy="finishing")
-        command = [ROLLCAGE, "policy", "update", "--run", run, "--policy", "finishing"]
-        told = subprocess.run(
-            [*command, "--path", a, "--version", "0"], capture_output=True, text=True, check=False
-        )
-        assert told.returncode == 1
-        assert "0 is older" in told.stderr
-        until(lambda: has_ended(run, "finishing"), running, errors)
-        until(lambda: at_work(run, "finishing"), running, errors)
-        assert update_policy(run, a, 3, policy="finishing").replicas == {1: "reload"}
-        out, _ = running.communicate(timeout=200)
-    finally:
-        if running.poll() is None:
-            running.terminate()
-            running.wait(60)
-    assert running.returncode == 0, errors.read_text()
-    assert not (run / "control").exists()
-    assert json.loads(out)["passed"] == 4
+    with pytest.raises(InputError, match=r"holds no config\.json"):
+        update_policy(job.run, tmp_path / "empty", 2, policy="finishing")
+    command = [ROLLCAGE, "policy", "update", "--run", job.run, "--policy", "finishing"]
+    told = subprocess.run(
+        [*command, "--path", a, "--version", "0"], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 1
+    assert "0 is older" in told.stderr
+
+    job.open(1, "finishing", "continuing")
+    job.until_ended(1, "finishing")
+    assert update_policy(job.run, a, 3, policy="finishing").replicas == {1: "reload"}
+    job.open(1, "stale")
+    report = job.end()
+    assert not (job.run / "control").exists()
+    assert report["passed"] == 3
 
     old, new = Fresh(a), Fresh(b)
-
-    def differs(model: Fresh, turn: Turn, ids: list[int], given: np.ndarray) -> np.ndarray:
-        """By token, whether these are not the model's."""
-        fresh = model.logprobs(ids, turn.prompt_len, turn.prompt_len + turn.completion_len)
-        return np.abs(fresh - given) > NOISE
-
-    found = [(attempt_from_row(row), row["attempts"]) for row in read_rollouts(run).to_pylist()]
-    for name in policies:
-        [(attempt, attempts)] = [
-            (one, attempts)
-            for one, attempts in found
-            if one.agent == name and next(turns_of(one))[0].policy_version == 0
-        ]
+    found = {
+        row["agent"]: (attempt_from_row(row), row["attempts"]) for row in read_rollouts(job.run).to_pylist()
+    }
+    for name, first in (("finishing", (0, 0)), ("continuing", (0, 1))):
+        attempt, attempts = found[name]
         assert attempts == 1, "one version is within max_staleness"
         spans = [(turn.policy_version, turn.policy_version_end) for turn, *_ in turns_of(attempt)]
-        assert len(spans) == TURNS[name][0]
-        assert spans == sorted(spans)
-        assert {(0, 0) if name == "finishing" else (0, 1), (1, 1)} <= set(spans)
-        assert ((0, 1) in spans) == (name == "continuing")
+        assert spans == [first, (1, 1)]
         for turn, ids, given in turns_of(attempt):
-            not_a, not_b = (differs(model, turn, ids, given) for model in (old, new))
+            not_a, not_b = old.differs(turn, ids, given), new.differs(turn, ids, given)
             match turn.policy_version, turn.policy_version_end:
                 case 0, 0:
                     assert not not_a.any()
@@ -243,14 +269,14 @@ def test_log_probabilities_change_where_the_version_does(tmp_path: Path, scratch
                     assert not not_b[changed:].any(), "from one token on, all are the new model's"
                     assert not_b[:changed].mean() > 0.9
 
-    # The second update took `finishing` two versions on: what had begun before it began again.
-    [attempt] = [one for one, attempts in found if attempts == 2]
-    assert attempt.agent == "finishing"
-    assert {turn.policy_version for turn, *_ in turns_of(attempt)} == {3}
+    # The second update took `finishing` three versions on: what had begun before the first began again.
+    attempt, attempts = found["stale"]
+    assert attempts == 2
+    assert [turn.policy_version for turn, *_ in turns_of(attempt)] == [3, 3]
     for turn, ids, given in turns_of(attempt):
-        assert not differs(old, turn, ids, given).any()
-    rows = read_attempts(run, ["agent", "task", "error_class", "domain"]).to_pylist()
-    assert [row for row in rows if row["error_class"] == "stale"] == [
-        {"agent": "finishing", "task": attempt.task, "error_class": "stale", "domain": "service"}
+        assert not old.differs(turn, ids, given).any()
+    rows = read_attempts(job.run, ["agent", "error_class", "domain"]).to_pylist()
+    assert [row for row in rows if row["error_class"]] == [
+        {"agent": "stale", "error_class": "stale", "domain": "service"}
     ]
-    assert len(rows) == 5
+    assert len(rows) == 4

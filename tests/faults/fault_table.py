@@ -131,7 +131,7 @@ POLICY = {
                         "policy_unavailable"),
     "openai_endless": Row("answer that never ends", "OpenAI's API on loopback, past `request_timeout_sec`",
                           "policy_timeout"),
-    "openai_refused": Row("model server: 400", "OpenAI's API on loopback", "policy_error"),
+    "openai_refused": Row("model server: 400", "OpenAI's API on loopback", "policy_refused"),
     "openai_long": Row("conversation too long", "CASES 28: OpenAI's API on loopback: 400, `max_tokens must be at least"
                        " 1, got -186`", "context_overflow"),
     "anthropic_storm": Row("429 storm", "the Messages API on loopback: 429 to every request", "rate_limited"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -17,7 +17,6 @@ import aiohttp
 import psutil
 from aiohttp import web
 
-from rollcage.rollout.policies import smollm2
 from rollcage.rollout.policies.leash import Leash
 from rollcage.rollout.policies.vllm import CPU_ENVIRONMENT, QUIET_ENVIRONMENT
 
@@ -116,31 +115,6 @@ async def wire() -> AsyncIterator[Wire]:
         await runner.cleanup()
 
 
-def tiny_model(folder: Path) -> Path:
-    """A random Llama of two layers with the small model's tokenizer: it answers fast, and nonsense."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    small = smollm2.prepare()
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(small / name, folder / name)
-    return folder
-
-
 class VllmServer:
     """vLLM's own server with a tiny model called `tiny`. Its port goes on answering when its engine is dead."""
 
@@ -209,12 +183,14 @@ def vllm_server(model: Path) -> Iterator[VllmServer]:
         **QUIET_ENVIRONMENT,
         **os.environ,
     }
+    scratch = Path(tempfile.mkdtemp(prefix="rollcage-test-vllm-"))
+    environment |= {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
-    leash = Leash([process.pid])
+    leash = Leash([process.pid], scratch=scratch)
     try:
         yield VllmServer(model, port, process)
     finally:
-        leash.drop()
+        leash.pull()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rollcage.metrics.report import render, summarize
 from rollcage.metrics.statistics import wilson
+from rollcage.metrics.terminal import dollars
 from rollcage.rollout.arrow import Journal, Location, NoRun
 from rollcage.rollout.outcome import BY_NAME, Evidence, Outcome
 from rollcage.rollout.rows import attempts_batch, rollouts_batch
@@ -249,5 +250,17 @@ def test_the_table_shows_what_a_person_asks_first(run: Location) -> None:
         "no [bold]pool",
         "shaky #0 (bash)",
         "step 3 failed",
+        "lost to infra (waiting for the policy)",
     ):
         assert expected in text, text
+
+
+@pytest.mark.parametrize(
+    ("amount", "said"),
+    [
+        (0.0, "$0.00"), (0.002, "$0.0020"), (0.0050148, "$0.0050"), (0.5, "$0.50"), (1.5e-6, "$0.0000015"),
+        (1.0, "$1.00"), (1234.567, "$1,234.57"),
+    ],
+)  # fmt: skip
+def test_money_is_shown_with_the_digits_that_say_something(amount: float, said: str) -> None:
+    assert dollars(amount) == said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
 import re
 from collections.abc import Iterable
@@ -348,7 +349,9 @@ def test_a_local_run_can_be_named_by_its_uri(tmp_path: Path) -> None:
 def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     run = Location(tmp_path)
     run.lock()
-    with pytest.raises(RunBusy):
+    with pytest.raises(
+        RunBusy, match=rf"another process( \({os.getpid()}\))? is writing this run: .*--output"
+    ):
         Location(tmp_path).lock()
 
 

@@ -33,7 +33,8 @@ DESIGN = {
     "task": "task_malformed dockerfile_parse image_build base_image_missing container_config healthcheck unsupported",
     "verifier": "reward_missing reward_malformed reward_tampered verifier_timeout verifier_crash",
     "infra": "network_pool network_setup image_pull build_infra disk_full container_start container_lost "
-    "docker_unavailable docker_timeout host_lost host_oom policy_unavailable policy_timeout policy_error rate_limited",
+    "docker_unavailable docker_timeout host_lost host_oom policy_unavailable policy_timeout policy_error "
+    "policy_refused rate_limited",
     "service": "internal_error cancelled stale",
 }
 
@@ -60,8 +61,9 @@ def test_only_an_agents_own_failure_gives_a_reward_and_only_infra_and_stale_have
                 assert row.retries == 1
                 assert row.quarantine is (Quarantine.NEVER if never else Quarantine.AFTER_RETRIES)
             case Domain.INFRA:
-                assert row.retries >= 2
-                assert row.backoff_sec > 0
+                refused = row.name == "policy_refused"  # and would be again
+                assert row.retries == 0 if refused else row.retries >= 2
+                assert (row.backoff_sec > 0) != refused
                 assert row.quarantine is Quarantine.NEVER
             case Domain.SERVICE:
                 assert row.retries == {"internal_error": 1, "stale": 8, "cancelled": 0}[row.name]

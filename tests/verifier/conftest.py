@@ -55,7 +55,7 @@ def image(engine: Engine) -> Iterator[str]:
     failed = [line["error"] for line in lines if "error" in line]
     assert not failed, failed
     yield engine.api.inspect_image(tag)["Id"]
-    engine.api.remove_image(tag, force=True)
+    engine.api.remove_image(tag, force=True, noprune=True)  # two at once would meet at its parents
 
 
 @pytest.fixture

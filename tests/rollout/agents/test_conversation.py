@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollcage.rollout.agents.bash import BashAgent
 from rollcage.rollout.agents.conversation import Conversation, Limits
 from rollcage.rollout.agents.observation import OutputCap, shorten, token_counter
-from rollcage.rollout.agents.summaries import HANDOVER, STUB, Summaries
+from rollcage.rollout.agents.summaries import HANDOVER, NOT_RUN, STUB, Summaries
 from rollcage.rollout.agents.tools import ToolsAgent
 from rollcage.rollout.outcome import AgentStopped, PolicyError
 from rollcage.rollout.policies.base import Sampling
@@ -130,6 +130,34 @@ async def test_steps_go_on_in_one_session_with_a_summary_between_them(make_conte
     assert roles[8:] == ["tool", "user", "assistant", "system", "user", "assistant", "tool", "assistant"]
     assert context.trajectory.messages[12].content == f"Now this.\n\n{HANDOVER}\n\nCounted."
     assert context.trajectory.turns[4].commands[0].stdout == "1\n/\n"
+
+
+@pytest.mark.parametrize(
+    ("again", "handed_over"),
+    [
+        (["Counted."], "Counted."),
+        ([sh("seq 8")], '(no words, but these calls, which were not run)\nbash {"command": "seq 8"}'),
+        (
+            [{"error": "context_overflow"}],
+            '(no words, but these calls, which were not run)\nbash {"command": "seq 7"}',
+        ),
+    ],
+)
+async def test_a_summary_that_comes_as_a_call_is_asked_for_once_more_and_never_lost(
+    make_context: Any, again: list[Any], handed_over: str
+) -> None:
+    overflow = {"error": "context_overflow"}
+    context = make_context([sh("echo one"), overflow, sh("seq 7"), *again, sh("echo two"), "done"])
+    await ToolsAgent(summarize=True, **PROMPTS).run(context)
+    trajectory = context.trajectory
+    said = [(message.role, message.content) for message in trajectory.messages]
+    assert ("user", f"Do it.\n\n{HANDOVER}\n\n{handed_over}") in said
+    assert said.count(("tool", NOT_RUN)) == ("error" not in again[0])
+    assert [command.command for turn in trajectory.turns for command in turn.commands] == [
+        "echo one",
+        "echo two",
+    ]
+    assert {turn.purpose for turn in trajectory.turns[1:-2]} == {"summary"}
 
 
 async def test_a_step_after_a_summary_that_was_refused_begins_anew(make_context: Any) -> None:

@@ -70,4 +70,4 @@ async def test_the_oracle_passes_and_doing_nothing_fails(
         assert await sandbox.read("/logs/verifier/reward.txt") == reward
     finally:
         await sandbox.remove()
-        await engine.call("remove an image", lambda api: api.remove_image(image, force=True))
+        await engine.call("remove an image", lambda api: api.remove_image(image, force=True, noprune=True))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from rollcage.rollout.agents.base import load_agent
-from rollcage.rollout.agents.options import check_options
+from rollcage.rollout.agents.base import GROUP, known_agents, load_agent
+from rollcage.rollout.agents.options import BadOption, check_options
 
 
 @pytest.mark.parametrize(
@@ -34,9 +37,10 @@ from rollcage.rollout.agents.options import check_options
     ],
 )
 def test_an_option_of_another_kind_is_named(agent: str, options: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match="does not take these options") as refused:
+    with pytest.raises(BadOption, match=r"does not take (these options|this value): ") as refused:
         load_agent(agent, options)
     assert said in str(refused.value)
+    assert ("these options" in str(refused.value)) == (" must be " not in said)
 
 
 def test_numbers_without_a_point_are_numbers() -> None:
@@ -68,3 +72,11 @@ def test_the_options_of_a_users_agent_are_checked_where_its_annotations_say_what
         check_options(Own, {"either": 1.5})
     with pytest.raises(ValueError, match=r"ids\[1\] must be a whole number, not 'x'"):
         check_options(Own, {"ids": [1, "x"]})
+
+
+@pytest.mark.parametrize("name", known_agents())
+def test_the_page_of_agents_has_every_option(name: str) -> None:
+    page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
+    [point] = [point for point in entry_points(group=GROUP) if point.name == name]
+    shown = re.findall(r"`(\w+)`|^ +#? *(\w+):", page, re.MULTILINE)
+    assert set(signature(point.load()).parameters) - {name for names in shown for name in names} == set()

@@ -68,6 +68,23 @@ async def test_what_is_written_is_read_and_edited_to_the_byte(uses: Uses) -> Non
     assert await uses.sh("cat ~/home.txt; ls ./-n") == "x\n./-n\n"
 
 
+async def test_functions_of_the_agents_are_not_in_the_way(uses: Uses) -> None:
+    told = await uses(
+        call("bash", command="mkdir /w && cd /w"),
+        call(
+            "bash",
+            command='for f in cat head tail printf mkdir mktemp rm; do eval "$f() { echo mine; }"; done',
+        ),
+        call("write_file", path="d/file", content="one\ntwo\nthree\n"),
+        call("edit", path="d/file", old_string="two", new_string="2"),
+        call("read_file", path="d/file", start_line=2, end_line=2),
+        call("bash", command="cat d/file; unset -f cat head tail printf mkdir mktemp rm"),
+    )
+    assert told[4] == "     2\t2\n[more lines follow, from 3 on]"
+    assert "mine" in told[5], "or it would show nothing"
+    assert await uses.sh("cat /w/d/file; ls /tmp") == "one\n2\nthree\n"
+
+
 async def test_an_edit_must_match_once_and_keeps_what_the_file_is(uses: Uses) -> None:
     await uses.sh(
         "mkdir /w && cd /w && printf 'a\\r\\nb\\r\\na\\r\\n' >crlf && printf 'x=1\\nx=1\\n\\377' >raw"

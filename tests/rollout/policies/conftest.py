@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import tiny_models
 
 from rollcage.rollout.policies import smollm2
 from rollcage.rollout.policies.leash import Leash
@@ -62,12 +64,12 @@ class VllmServers:
 
     def stop(self) -> None:
         """End the server with its engine, in whatever state they are."""
+        if self._leash is not None:
+            self._leash.pull()
         if self._server is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._server.process.pid, signal.SIGKILL)
             self._server.process.wait()
-        if self._leash is not None:
-            self._leash.drop()
         self._server = self._leash = None
 
     def _start(self) -> VllmServer:
@@ -82,11 +84,14 @@ class VllmServers:
         # Of the prefix cache: a CPU's own, 128, is longer than a test's prompts, and it takes multiples of 32.
         command += ["--block-size", "32"]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"]
+        scratch = Path(tempfile.mkdtemp(prefix="rollcage-test-vllm-"))  # short: it holds sockets
         environment = {"OMP_NUM_THREADS": "1", **CPU_ENVIRONMENT, **QUIET_ENVIRONMENT, **os.environ}
+        environment |= {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
+        self._leash = Leash([process.pid], scratch=scratch)
         url = f"http://127.0.0.1:{port}"
         server = self._server = VllmServer(url, "smollm2", model, length, log, process)
         until = time.monotonic() + START_SEC
@@ -95,7 +100,6 @@ class VllmServers:
                 self.stop()
                 pytest.fail(f"vLLM's server did not start: {log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.25)
-        self._leash = Leash([process.pid])
         return server
 
 
@@ -133,31 +137,11 @@ async def engine() -> AsyncIterator[VllmEngine]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a Llama of two layers with random weights, and the small model's tokenizer with tags of thinking added."""
+    """Makes a tiny model (`tests/tiny_models.py`) with tags of thinking in its tokenizer."""
 
     def make(name: str, *, seed: int, hidden: int = 64) -> Path:
-        import torch
-        from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-        target = tmp_path_factory.mktemp("tiny") / name
-        tokenizer = AutoTokenizer.from_pretrained(smollm2.prepare())
-        tokenizer.add_tokens(["<think>", "</think>"])
-        tokenizer.save_pretrained(target)
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            tie_word_embeddings=False,  # or vLLM on a CPU could not load it in place
-        )
-        LlamaForCausalLM(config).save_pretrained(target)
-        return target
+        folder = tmp_path_factory.mktemp("tiny") / name
+        return tiny_models.tiny_model(folder, seed, hidden=hidden, tokens=("<think>", "</think>"))
 
     return make
 

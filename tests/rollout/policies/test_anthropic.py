@@ -586,21 +586,21 @@ async def test_a_server_that_never_answers_names_the_attempt(
             fails(
                 400, "invalid_request_error", "Your credit balance is too low to access the Anthropic API."
             ),
-            "policy_error",
+            "policy_refused",
             "credit balance",
         ),
-        (fails(400, "invalid_request_error", "temperature: Extra inputs"), "policy_error", "temperature"),
-        (fails(401, "authentication_error", "invalid x-api-key"), "policy_error", "the key of CLAUDE_KEY"),
-        (fails(402, "billing_error", "pay"), "policy_error", "pay"),
-        (fails(403, "permission_error", "not yours"), "policy_error", "the key of CLAUDE_KEY"),
-        (fails(404, "not_found_error", "model: claude-x"), "policy_error", "claude-x"),
+        (fails(400, "invalid_request_error", "temperature: Extra inputs"), "policy_refused", "temperature"),
+        (fails(401, "authentication_error", "invalid x-api-key"), "policy_refused", "the key of CLAUDE_KEY"),
+        (fails(402, "billing_error", "pay"), "policy_refused", "pay"),
+        (fails(403, "permission_error", "not yours"), "policy_refused", "the key of CLAUDE_KEY"),
+        (fails(404, "not_found_error", "model: claude-x"), "policy_refused", "claude-x"),
         (
             fails(429, "rate_limit_error", "your limit", error_code="enforced_spend_limit_reached"),
-            "policy_error",
+            "policy_refused",
             "your limit",
         ),
         (says(text("?"), stop=None), "policy_error", "ended the answer as None"),
-        (says(text("?"), cut="invalid_request_error"), "policy_error", "sorry"),
+        (says(text("?"), cut="invalid_request_error"), "policy_refused", "sorry"),
     ],
 )
 async def test_a_request_that_is_refused_is_not_sent_again(
@@ -654,16 +654,17 @@ async def test_once_the_budget_is_spent_no_answer_begins(server: Server) -> None
     assert await budget.spent() == pytest.approx(3 * 0.02578)
 
 
-async def test_a_turn_that_waits_to_be_tried_again_does_not_begin_once_the_budget_is_spent(
+async def test_a_turn_that_waits_to_be_tried_again_ends_at_once_when_the_budget_is_spent(
     server: Server,
 ) -> None:
-    server.script = [fails(429, "rate_limit_error", headers={"retry-after": "0.3"}), says(text("ok"))]
+    server.script = [fails(429, "rate_limit_error", headers={"retry-after": "800"}), says(text("ok"))]
     budget = LocalBudget(0.06)
-    waiting = asyncio.ensure_future(ask(server.policy(budget=budget)))
+    waiting = asyncio.ensure_future(ask(server.policy(budget=budget, retry_sec=1000.0)))
     await server.asked(1)
     await budget.charge(0.06)
-    with pytest.raises(Cancelled):
-        await waiting
+    async with asyncio.timeout(60):
+        with pytest.raises(Cancelled, match=r"the job's budget of \$0.06 is spent"):
+            await waiting
     assert len(server.bodies) == 1
 
 

@@ -105,5 +105,5 @@ async def test_a_model_that_is_not_there(vllm_server: VllmServer) -> None:
     policy = AnthropicPolicy(Endpoint("other", base_url=vllm_server.url))
     with pytest.raises(PolicyError, match="other") as error:
         await policy.session("a-1", task="t", sample=0).complete([Message("user", "hi")], GREEDY)
-    assert (error.value.error_class, error.value.evidence.status) == ("policy_error", 404)
+    assert (error.value.error_class, error.value.evidence.status) == ("policy_refused", 404)
     await policy.close()

@@ -38,7 +38,7 @@ PROMPT = "The decoder prompt (length 9000) is longer than the maximum model leng
         (ValueError(NO_ROOM), "context_overflow"),
         (ValueError(PROMPT), "context_overflow"),
         (ServerError(400, SGLANG), "context_overflow"),
-        (ServerError(400, "temperature must be non-negative"), "policy_error"),
+        (ServerError(400, "temperature must be non-negative"), "policy_refused"),
         (ServerError(500, WINDOW), "policy_error"),
         (RuntimeError(WINDOW), "policy_error"),
         (ServerError(429, "slow down"), "rate_limited"),
@@ -50,8 +50,11 @@ PROMPT = "The decoder prompt (length 9000) is longer than the maximum model leng
         (TimeoutError(), "policy_timeout"),
         (ServerError(504, "gateway timeout"), "policy_timeout"),
         (ServerError(500, "boom"), "policy_error"),
-        (ServerError(401, "no key"), "policy_error"),
-        (ServerError(413, "Request Entity Too Large"), "policy_error"),
+        (ServerError(401, "no key"), "policy_refused"),
+        (ServerError(413, "Request Entity Too Large"), "policy_refused"),
+        (ServerError(404, "no such model"), "policy_refused"),
+        (ServerError(409, "in the middle of something"), "policy_error"),
+        (ValueError("top_p must be in (0, 1]"), "policy_refused"),
     ],
 )
 def test_failures_are_named_by_type_status_and_the_servers_word(error: Exception, error_class: str) -> None:

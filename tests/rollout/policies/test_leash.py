@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from rollcage.rollout.policies.leash import Leash
+from rollcage.rollout.policies.leash import Leash, shared_memory
 
 
 def sleeper() -> subprocess.Popen[bytes]:
@@ -85,3 +86,28 @@ def test_what_a_killed_process_has_started_in_its_scratch_goes_with_it_and_so_do
     assert not (tmp_path / "scratch").exists()
     assert not memory.exists()
     assert not (tmp_path / "seen-before").exists()
+
+
+def test_shared_memory_that_no_process_shows_any_more_goes_by_pythons_own_process_for_that(
+    tmp_path: Path,
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    held = (
+        "from multiprocessing.shared_memory import SharedMemory as S; m = S(create=True, size=9); m.close()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{held}; print(m.name, flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        start_new_session=True,
+    ) as child:
+        assert child.stdout is not None
+        memory = Path("/dev/shm", child.stdout.readline().decode().strip())
+        [tracker] = psutil.Process(child.pid).children()
+        assert (memory.exists(), shared_memory(child.pid)) == (True, set())
+        Leash(scratch=scratch).pull()
+    assert not scratch.exists()
+    assert not memory.exists()
+    assert not tracker.is_running() or tracker.status() == psutil.STATUS_ZOMBIE

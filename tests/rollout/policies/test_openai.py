@@ -19,6 +19,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from rollcage.rollout.outcome import PolicyError
+from rollcage.rollout.policies import openai as openai_module
 from rollcage.rollout.policies import retry
 from rollcage.rollout.policies.base import Sampling, Structure, Tool
 from rollcage.rollout.policies.openai import openai_policy
@@ -281,10 +282,10 @@ async def test_headers_name_the_session_and_the_key_is_the_hosts_own(
         (refusal(400, OVERFLOW), "context_overflow", "16384"),
         (refusal(400, "max_tokens must be at least 1, got -186"), "context_overflow", "-186"),
         (refusal(400, "Too much.", code="context_length_exceeded"), "context_overflow", "Too much"),
-        (refusal(400, "temperature must be non-negative"), "policy_error", "temperature"),
-        (refusal(401, "bad key"), "policy_error", "set OPENAI_API_KEY on each host"),
-        (refusal(403, "not you"), "policy_error", "may not use m"),
-        (refusal(404, "what?"), "policy_error", "knows no m, or"),
+        (refusal(400, "temperature must be non-negative"), "policy_refused", "temperature"),
+        (refusal(401, "bad key"), "policy_refused", "set OPENAI_API_KEY on each host"),
+        (refusal(403, "not you"), "policy_refused", "may not use m"),
+        (refusal(404, "what?"), "policy_refused", "knows no m, or"),
         (body_of("<html>Welcome</html>", "text/html"), "policy_error", "no JSON object"),
         (body_of("{broken"), "policy_error", "no JSON"),
         (body_of('{"choices": []}'), "policy_error", "without a choice"),
@@ -344,7 +345,7 @@ async def test_a_request_that_cannot_be_sent_is_said_at_once_and_without_the_key
         await fault_of(server.policy(headers={"X-Key": "é"})),
         await fault_of(server.policy(base_url=server.url.replace("http:", "https:"))),
     ]
-    assert {fault.error_class for fault in faults} == {"policy_error"}
+    assert {fault.error_class for fault in faults} <= {"policy_error", "policy_refused"}
     assert not any(" tries " in fault.evidence.message for fault in faults)
     assert not any("200" in fault.evidence.message for fault in faults)
     assert not any("secret" in f"{said} {fault} {fault.evidence}" for fault in faults)
@@ -567,7 +568,13 @@ async def test_a_wrong_model_key_or_url_is_told_at_the_start(server: Scripted) -
     assert raised.value.error_class == "policy_unavailable"
 
 
-async def test_a_tokenizer_needs_a_server_that_takes_and_gives_ids(server: Scripted) -> None:
+async def test_a_tokenizer_needs_a_server_that_takes_and_gives_ids(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = await refused_at_start(server.settings(tokenizer="/nowhere"))
+    assert "the tokenizer /nowhere cannot be loaded" in said
+    assert server.requests == [], "that is told before a server is waited for"
+    monkeypatch.setattr(openai_module, "load_tokenizer", lambda _path: ByteTokenizer())
     server.replies = [body_of('{"choices": [{"index": 0, "finish_reason": "stop", "text": "a"}]}')]
     assert "leave `tokenizer` out" in await refused_at_start(server.settings(tokenizer="/nowhere"))
     server.replies = [refusal(400, "prompt must be a string")]

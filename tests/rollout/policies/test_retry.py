@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rollcage.rollout.outcome import Evidence, PolicyError
+from rollcage.rollout.outcome import Cancelled, Evidence, PolicyError
 from rollcage.rollout.policies import retry
 from rollcage.rollout.policies.retry import Gate, retried
 
@@ -79,7 +79,7 @@ async def test_what_another_try_may_mend_is_tried_again(passing: PolicyError) ->
     "lasting",
     [
         fault("context_overflow", 400),
-        fault("policy_error", 401),
+        fault("policy_refused", 401),
         fault("policy_error"),
         fault("policy_timeout"),
     ],
@@ -150,3 +150,20 @@ async def test_a_request_that_is_called_off_gives_its_slot_back() -> None:
     waiting.cancel()
     async with asyncio.timeout(5):
         assert (await retried(Server(), gate, within_sec=5)).value == "answer"
+
+
+async def test_nobody_waits_at_a_gate_that_is_called_off_and_answers_under_way_are_let_be() -> None:
+    gate = NoticedGate(3)
+    slow = Server(seconds=0.2)
+    answered = asyncio.create_task(retried(slow, gate, within_sec=1000))
+    await slow.reached.wait()
+    refused = Server(fault("rate_limited", 429, retry_after=800))
+    waiting = asyncio.create_task(retried(refused, gate, within_sec=1000))
+    await gate.was_shut.wait()
+    gate.call_off("enough")
+    async with asyncio.timeout(60):
+        for late in (waiting, asyncio.create_task(retried(Server(), gate, within_sec=1000))):
+            with pytest.raises(Cancelled, match="enough"):
+                await late
+        assert (await answered).value == "answer"
+    assert len(refused.asked) == 1

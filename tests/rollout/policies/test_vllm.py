@@ -17,11 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
+from rollcage.rollout.agents.keys_parser import SCHEMA
+from rollcage.rollout.agents.tool_table import TOOLS, call_structure
 from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies.base import Sampling, Structure, Tool
 from rollcage.rollout.policies.engine import Parsed, TokenPolicy
 from rollcage.rollout.policies.vllm import VllmEngine
-from rollcage.rollout.policies.vllm_launch import root_cause
+from rollcage.rollout.policies.vllm_launch import root_cause, structured_outputs
 from rollcage.rollout.policies.vllm_update import how_to_update
 from rollcage.rollout.policies.vllm_weights import how_to_load
 from rollcage.rollout.trajectory import Message
@@ -80,7 +82,7 @@ async def test_an_answer_that_fills_the_context_says_length_and_the_next_overflo
 ) -> None:
     session = TokenPolicy(engine).session("s", task="t", sample=0)
     sampling = ENDLESS
-    made, _ = await session.complete(user("Count."), sampling)
+    made, _ = await session.complete(user("word " * (CONTEXT - 100)), sampling)
     assert made.finish_reason == "length"
     assert len(made.prompt_ids) + len(made.ids) == CONTEXT
     before = list(session.segments[0].ids)
@@ -105,7 +107,7 @@ async def test_sampling_that_vllm_refuses_is_not_called_an_overflow(engine: Vllm
     for wrong in (Sampling(temperature=-1.0), Sampling(extra={"no_such_field": 1})):
         with pytest.raises(PolicyError) as error:
             await engine.generate([5], wrong, request_id="wrong")
-        assert error.value.error_class == "policy_error"
+        assert error.value.error_class == "policy_refused"
 
 
 async def test_stop_strings_end_an_answer_and_stay_in_it(engine: VllmEngine) -> None:
@@ -194,6 +196,39 @@ async def test_an_answer_is_held_to_a_json_schema(engine: VllmEngine) -> None:
     assert not free.structured
 
 
+async def test_between_the_fields_of_a_structured_answer_there_is_no_free_white_space(
+    engine: VllmEngine,
+) -> None:
+    closed = {"required": ["a", "b"], "additionalProperties": False}
+    flags = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}}, **closed}
+    nested = {"type": "object", "properties": {"a": flags, "b": flags}, **closed}
+    for seed in range(2):
+        hot = Sampling(temperature=2.0, seed=seed, max_tokens=60)
+        made = await engine.generate([5], hot, request_id="flags", structure=Structure(json_schema=nested))
+        text = engine.tokenizer.decode(made.ids, skip_special_tokens=True)
+        assert json.loads(text)
+        assert len(text) - len("".join(text.split())) <= text.count(","), "at most one behind each comma"
+    for structure, begins in (
+        (Structure(json_schema=SCHEMA), '{"analysis":"'),
+        (call_structure(TOOLS), '{"tool":"'),
+    ):
+        short = replace(hot, max_tokens=8)
+        made = await engine.generate([5], short, request_id="agents", structure=structure)
+        text = engine.tokenizer.decode(made.ids)
+        assert text
+        assert begins.startswith(text[: len(begins)])
+
+
+async def test_the_form_of_structured_answers_is_an_engine_argument_like_others() -> None:
+    assert structured_outputs({}).disable_any_whitespace
+    spaced = structured_outputs({"disable_any_whitespace": False})
+    assert (spaced.backend, spaced.disable_any_whitespace) == ("xgrammar", False)
+    own = structured_outputs({"backend": "auto"})
+    assert (own.backend, own.disable_any_whitespace) == ("auto", False)
+    with pytest.raises(ValueError, match="structured_outputs_config: backen: Unexpected"):
+        structured_outputs({"backen": "auto"})
+
+
 async def test_a_structure_that_vllm_refuses_is_the_jobs_fault(engine: VllmEngine) -> None:
     for structure, form in (
         (Structure(grammar="root ::= ("), "grammar"),
@@ -264,7 +299,8 @@ async def test_weights_whose_output_layer_is_the_embedding_need_another_engine_o
 ) -> None:
     assert engine._launched is not None
     assert how_to_load(engine.model, Path(engine.model)) == "reload"
-    assert how_to_update(engine._launched.llm, engine.model, None, Path(engine.model), None) == "restart"
+    how, why = how_to_update(engine._launched.llm, engine.model, None, Path(engine.model), None)
+    assert (how, why) == ("restart", "tied embeddings cannot be loaded in place on a CPU")
 
 
 async def test_a_model_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def build_image(engine: Engine) -> Iterator[Callable[[str], str]]:
 
     yield build
     for tag in tags:
-        engine.api.remove_image(tag, force=True)
+        engine.api.remove_image(tag, force=True, noprune=True)  # two at once would meet at its parents
 
 
 @pytest.fixture(scope="session")

@@ -194,7 +194,8 @@ async def test_a_process_past_the_memory_limit_shows_in_the_state(
     assert not (await sandbox.state()).oom_killed
     hoard = "sh -c 'x=$(head -c 200000000 /dev/zero | tr \"\\0\" x); echo no'"
     result = await shell.run(f"{hoard}; echo $?", timeout=60)
-    assert result.stdout == b"137\n"
+    # On a busy machine the kernel may kill another one before it has the first one's memory back: the shell, at times.
+    assert (result.stdout, result.shell_exit_code) in [(b"137\n", None), (b"", 137)], result
     state = await sandbox.state()
     assert (state.running, state.oom_killed) == (True, True)
     await sandbox.stop_processes()

@@ -143,7 +143,7 @@ async def name(engine: Engine) -> AsyncIterator[str]:
     yield name
     for image in engine.api.images(filters={"label": f"{BUILD_LABEL}={name}"}):
         if image.get("RepoTags"):
-            engine.api.remove_image(image["Id"], force=True)
+            engine.api.remove_image(image["Id"], force=True, noprune=True)
 
 
 def task(tmp_path: Path, text: str) -> Environment:

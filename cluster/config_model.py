@@ -224,7 +224,9 @@ class JobConfig(Settings):
         default="batch",
         description="`batch`: each task once. `stream`: tasks are drawn for as long as a trainer reads.",
     )
-    stream: StreamConfig = Field(default=StreamConfig(), description="Of `mode: stream`: how tasks are drawn.")
+    stream: StreamConfig = Field(
+        default=StreamConfig(), description="Of `mode: stream`: how tasks are drawn."
+    )
     tasks: list[str] = Field(min_length=1, description="Task directories, directories of them, or globs.")
     agents: list[AgentConfig] = Field(min_length=1, description="Each does every task.")
     policies: dict[Name, PolicyConfig] = Field(

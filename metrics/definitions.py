@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class Sender(StrEnum):
-    """Who counts a family. What a `JOB` counts follows from its ledger: a driver that starts again counts on."""
+    """Who counts a family: the driver of a job, a host, or the exporter itself."""
 
     JOB = "job"
     HOST = "host"
@@ -96,6 +96,9 @@ class Family:
     """Of a gauge that several sources have: `sum`, or `max`."""
     silent: float | None = None
     """Of a gauge: what it is while its source is not heard. None: it has no value then."""
+    ledger: bool = False
+    """Of a job's counter: it follows from the ledger, so that a driver that goes on with the run begins where the run
+    is and not at 0."""
 
     @property
     def full_name(self) -> str:
@@ -166,18 +169,23 @@ C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
 FAMILIES: tuple[Family, ...] = (
     # What became of the work.
-    _job("rollouts", C, "Rollouts that ended, by how.", *_OUTCOME, _AGENT, combinations=_ENDINGS),
-    _job("attempts", C, "Attempts that ended, by how.", *_OUTCOME, _AGENT, combinations=_ENDINGS),
-    _job("retries", C, "Attempts that are tried again, by what ended them.", *_ERROR, combinations=_FAULTS),
+    _job("rollouts", C, "Rollouts that ended, by how.", *_OUTCOME, _AGENT,
+         combinations=_ENDINGS, ledger=True),
+    _job("attempts", C, "Attempts that ended, by how.", *_OUTCOME, _AGENT,
+         combinations=_ENDINGS, ledger=True),
+    _job("retries", C, "Attempts that are tried again, by what ended them.", *_ERROR,
+         combinations=_FAULTS, ledger=True),
     _job("tasks_quarantined", C, "Tasks taken out of a job, by why.", *_ERROR, combinations=_FAULTS),
-    _job("attempts_dispatched", C, "Attempts begun: at any scrape those ended, abandoned and in flight together."),
-    _job("attempts_ended", C, "Attempts that ended and are in the ledger."),
+    _job("attempts_dispatched", C, "Attempts begun: at any scrape those ended, abandoned and in flight together.",
+         ledger=True),
+    _job("attempts_ended", C, "Attempts that ended and are in the ledger.", ledger=True),
     _job("attempts_abandoned", C, "Attempts that were in flight when their driver died."),
     _job("attempts_in_flight", G, "Attempts begun and not ended."),
     _job("rollouts_open", G, "Rollouts that have not ended, by what they do.", Label("state", "rollout_state")),
     _job("groups", C, "Groups closed: every sample valid, or short after its budgets.",
-         Label("state", "group_state"), _AGENT),
-    _job("groups_zero_variance", C, "Complete groups whose rewards are all equal.", _AGENT),
+         Label("state", "group_state"), _AGENT, ledger=True),
+    _job("groups_zero_variance", C, "Complete groups whose rewards are all equal.", _AGENT,
+         ledger=True),
     _job("phase_seconds", H, "Wall time of an attempt's phases.", Label("phase", "phase"),
          unit="seconds", buckets=LONG),
     _job("infra_lost_seconds", C, "Time in agents' phases that was lost to infra and not charged to them.",
@@ -203,7 +211,7 @@ FAMILIES: tuple[Family, ...] = (
     _job("policy_replicas", G, "Replicas.", Label("state", "replica_state"), _POLICY),
     _job("policy_replica_restarts", C, "Engines that were started anew.", _POLICY),
     # What was written and read.
-    _job("trajectories_written", C, "Trajectories in the ledger."),
+    _job("trajectories_written", C, "Trajectories in the ledger.", ledger=True),
     _job("trajectory_written_bytes", C, "Bytes of shards written.", unit="bytes"),
     _job("ledger_commits", C, "Commits of groups to shards."),
     _job("feed_lag_groups", G, "Groups committed that the slowest reader has not acknowledged.", unit="groups"),

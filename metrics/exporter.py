@@ -6,10 +6,10 @@
 
 Sources send cumulative snapshots (`counts.py`), so that a snapshot lost or sent twice changes nothing. Invariants:
 
-- A job's counters follow from its ledger: the driver that resumes a job counts on from there, and its snapshots take
-  the place of the dead driver's. What that one had in flight and never wrote is `attempts_abandoned`, so that
+- A source that starts again (another incarnation) begins at 0: what the earlier one had counted is added for good.
+- But a job's counters that follow from its ledger (`Family.ledger`) begin where the ledger is, and take the place of
+  the dead driver's. What that one had in flight and never wrote is `attempts_abandoned`, so that
   dispatched = ended + abandoned + in flight at every scrape, and no counter falls.
-- A host that starts again (another incarnation) begins at 0: what the earlier one had counted is added for good.
 - What has been accepted outlives the exporter's process: each source has a file of its own in `state`, replaced
   whole. Without `state` the exporter forgets, and only sources that still send are there after it starts again.
 - Gauges are those of sources that are heard. A host that is silent for `SILENT_SEC` has `host_up` 0 and no other gauge;
@@ -105,13 +105,11 @@ class Exporter(Collector):
                 held = self._sources[source] = _Source(source, incarnation, snapshot, now)
             elif held.incarnation == incarnation:
                 held.last = snapshot
-            elif snapshot.sender is Sender.JOB:
+            else:
+                held.base = _sum(_lasting(one) for one in (held.base, held.last) if one is not None)
                 dispatched = held.dispatched
                 held.incarnation, held.last = incarnation, snapshot
                 held.abandoned += max(0.0, dispatched - held.dispatched)
-            else:
-                held.base = _sum(_counters(one) for one in (held.base, held.last) if one is not None)
-                held.incarnation, held.last = incarnation, snapshot
             held.heard_at, held.ended = now, final
             self._own.add("exporter_snapshots", snapshot.sender.value)
             if self._state is not None:
@@ -153,10 +151,19 @@ class Exporter(Collector):
                 source.ended = True
 
 
+_COUNTERS = frozenset(family.name for family in FAMILIES if family.kind is Kind.COUNTER)
+_OF_THE_LEDGER = frozenset(family.name for family in FAMILIES if family.ledger)
+
+
 def _counters(snapshot: Snapshot) -> Snapshot:
     """The part of it that only grows."""
-    kinds = {family.name: family.kind for family in FAMILIES}
-    values = {name: series for name, series in snapshot.values.items() if kinds[name] is Kind.COUNTER}
+    values = {name: series for name, series in snapshot.values.items() if name in _COUNTERS}
+    return Snapshot(snapshot.sender, snapshot.declared, values, snapshot.histograms)
+
+
+def _lasting(snapshot: Snapshot) -> Snapshot:
+    """The part of it that its source's next incarnation does not have."""
+    values = {n: series for n, series in snapshot.values.items() if n in _COUNTERS - _OF_THE_LEDGER}
     return Snapshot(snapshot.sender, snapshot.declared, values, snapshot.histograms)
 
 

@@ -215,6 +215,7 @@ FAMILIES: tuple[Family, ...] = (
     _job("trajectory_written_bytes", C, "Bytes of shards written.", unit="bytes"),
     _job("ledger_commits", C, "Commits of groups to shards."),
     _job("feed_lag_groups", G, "Groups committed that the slowest reader has not acknowledged.", unit="groups"),
+    _job("feed_acknowledged_groups", G, "Groups that the slowest reader has acknowledged.", unit="groups"),
     _job("feed_readers", G, "Readers that have acknowledged a group."),
     # One job's progress: gone with it.
     _job("job_rollouts", G, "Rollouts of a job that runs.", _JOB),

@@ -132,8 +132,9 @@ class JobCounts:
         self._counts.set("policy_replica_restarts", restarts, name)
         self._versions[name] = max(self._versions.get(name, 0), version)
 
-    def feed(self, lag_groups: int, readers: int) -> None:
-        """How far the slowest reader is behind."""
+    def feed(self, acknowledged_groups: int, lag_groups: int, readers: int) -> None:
+        """How far the slowest reader is, and how far behind."""
+        self._counts.set("feed_acknowledged_groups", acknowledged_groups)
         self._counts.set("feed_lag_groups", lag_groups)
         self._counts.set("feed_readers", readers)
 

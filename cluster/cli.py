@@ -21,6 +21,7 @@ from rollcage.cluster.cli_again import regrade, replay
 from rollcage.cluster.cli_common import DockerHost, Exit, Json, err, out
 from rollcage.cluster.cli_common import print_json as _print_json
 from rollcage.cluster.cli_policy import policy_app
+from rollcage.cluster.cli_top import top
 from rollcage.cluster.errors import CouldNotRun, InputError
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ app.add_typer(policy_app, name="policy")
 
 app.command()(replay)
 app.command()(regrade)
+app.command()(top)
 
 # typer brings a click of its own, whose base class it does not export.
 UsageProblem: type[Exception] = next(

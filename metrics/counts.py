@@ -7,7 +7,8 @@
     snapshot = counts.snapshot()
 
 A snapshot holds totals and never differences, so that one that is lost costs nothing and one that comes twice doubles
-nothing. Every series of the families that the source counts is there from the start, at 0. Not for several threads.
+nothing; its number says which of two is the later one. Every series of the families that the source counts is there
+from the start, at 0. Not for several threads.
 """
 
 from __future__ import annotations
@@ -43,15 +44,19 @@ class Buckets:
 
 @dataclass
 class Snapshot:
-    """All that a source has counted until now: `values` by family and labels, `histograms` likewise."""
+    """All that a source has counted until now: `values` by family and labels, `histograms` likewise. `number`: how many
+    snapshots its source had sent with this one, from 1; 0 where that is not known."""
 
     sender: Sender
     declared: dict[str, tuple[str, ...]]
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
     histograms: dict[str, dict[Labels, Buckets]] = field(default_factory=dict)
+    number: int = 0
 
     def check(self) -> None:
-        """Raises `UnknownLabel` for a series that `definitions.py` does not have."""
+        """Raises `UnknownLabel` for a series, or a number of declared values or of buckets, that `definitions.py` does
+        not have."""
+        check_declared(self.declared)
         found: dict[str, set[Labels]] = {name: set(series) for name, series in self.values.items()}
         found |= {name: set(series) for name, series in self.histograms.items()}
         for name, series in found.items():
@@ -60,6 +65,10 @@ class Snapshot:
             for labels in series:
                 if labels not in known:
                     raise UnknownLabel(f"{family.full_name} has no series {labels}")
+        for name, histogram in self.histograms.items():
+            places = len(BY_NAME[name].buckets) + 1
+            if any(len(one.counts) != places for one in histogram.values()):
+                raise UnknownLabel(f"{BY_NAME[name].full_name} has {places} buckets, +Inf among them")
 
 
 class Counts:
@@ -71,11 +80,8 @@ class Counts:
     def __init__(self, sender: Sender, declared: Mapping[str, Iterable[str]] | None = None) -> None:
         self.sender = sender
         self.declared = {name: tuple(dict.fromkeys(values)) for name, values in (declared or {}).items()}
-        for name, values in self.declared.items():
-            if name not in MOST:
-                raise UnknownLabel(f"{name!r} is no label whose values can be declared")
-            if len(values) > MOST[name]:
-                raise UnknownLabel(f"{len(values)} values of the label {name!r}: at most {MOST[name]}")
+        check_declared(self.declared)
+        self._sent = 0
         self._values: dict[str, dict[Labels, float]] = {}
         self._histograms: dict[str, dict[Labels, Buckets]] = {}
         for family in FAMILIES:
@@ -110,7 +116,8 @@ class Counts:
         return self._series(self._values, name, labels)
 
     def snapshot(self) -> Snapshot:
-        """A copy of everything."""
+        """A copy of everything, with the next number."""
+        self._sent += 1
         return Snapshot(
             self.sender,
             dict(self.declared),
@@ -119,6 +126,7 @@ class Counts:
                 name: {labels: Buckets(list(one.counts), one.sum) for labels, one in series.items()}
                 for name, series in self._histograms.items()
             },
+            self._sent,
         )
 
     def _series(self, among: dict[str, dict[Labels, T]], name: str, labels: Labels) -> T:
@@ -131,6 +139,15 @@ class Counts:
             raise UnknownLabel(
                 f"{family.full_name}{dict(zip(family.label_names, labels, strict=False))}: no such series"
             ) from None
+
+
+def check_declared(declared: Mapping[str, Iterable[str]]) -> None:
+    """Raises `UnknownLabel` where a label has more values than it may have at once, or none may be declared for it."""
+    for name, values in declared.items():
+        if name not in MOST:
+            raise UnknownLabel(f"{name!r} is no label whose values can be declared")
+        if (number := len(set(values))) > MOST[name]:
+            raise UnknownLabel(f"{number} values of the label {name!r}: at most {MOST[name]}")
 
 
 def _empty(family: Family) -> Buckets:

@@ -1,9 +1,11 @@
 """Every metric family of Rollcage: the one list that code, documentation, rules, dashboards and tests are held to.
 
 A label's values are a closed set. Most sets are constants, taken from the outcome table where it has them. Those of
-`host`, `policy`, `agent` and `job` are names that a job's configuration declares, as many as `MOST` says at the most;
-whatever else is counted under one of them raises `UnknownLabel`. A task, a rollout, a container or any text is never
-a label (one series a task would outlive the task by weeks).
+`host`, `policy`, `agent` and `job_id` are names that a job's configuration declares, as many as `MOST` says at the
+most; whatever else is counted under one of them raises `UnknownLabel`. A task, a rollout, a container or any text is
+never a label (one series a task would outlive the task by weeks).
+
+A job's label is `job_id`: Prometheus gives `job` and `instance` to each target and would rename ours.
 
 Nothing here needs `prometheus_client`: drivers and hosts count (`counts.py`) without it, the exporter alone has it.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import version
 from itertools import product
 
 from rollcage.rollout.outcome import TABLE, Domain, Outcome
@@ -39,7 +42,7 @@ class Sender(StrEnum):
     EXPORTER = "exporter"
 
 
-MOST: Mapping[str, int] = {"host": 64, "policy": 8, "agent": 16, "job": 64}
+MOST: Mapping[str, int] = {"host": 64, "policy": 8, "agent": 16, "job_id": 64}
 """Declared labels, and how many values each may have at once; beyond it a source is refused."""
 
 _CLASSES: tuple[tuple[str, str], ...] = ((NONE, NONE), *((row.domain.value, row.name) for row in TABLE))
@@ -61,6 +64,7 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "request_state": ("running", "waiting"),
     "replica_state": ("ready", "starting", "draining", "lost"),
     "source_kind": ("job", "host"),
+    "version": (version("rollcage"),),
 }
 """The values of the labels that are constants. A label is called in Prometheus as here, less the word before `_state`,
 `_kind` and `_result` (see `Label.name`)."""
@@ -148,7 +152,7 @@ _ENDINGS = _endings()
 _FAULTS = tuple(pair for pair in _CLASSES if pair[1] != NONE)
 _OUTCOME = (Label("outcome", "outcome"), Label("domain", "domain"), Label("error_class", "error_class"))
 _ERROR = (Label("domain", "domain"), Label("error_class", "error_class"))
-_AGENT, _POLICY, _HOST, _JOB = Label("agent"), Label("policy"), Label("host"), Label("job")
+_AGENT, _POLICY, _HOST, _JOB = Label("agent"), Label("policy"), Label("host"), Label("job_id")
 
 SHORT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds of what should take milliseconds."""
@@ -214,14 +218,16 @@ FAMILIES: tuple[Family, ...] = (
     _job("trajectories_written", C, "Trajectories in the ledger.", ledger=True),
     _job("trajectory_written_bytes", C, "Bytes of shards written.", unit="bytes"),
     _job("ledger_commits", C, "Commits of groups to shards."),
-    _job("feed_lag_groups", G, "Groups committed that the slowest reader has not acknowledged.", unit="groups"),
-    _job("feed_acknowledged_groups", G, "Groups that the slowest reader has acknowledged.", unit="groups"),
-    _job("feed_readers", G, "Readers that have acknowledged a group."),
+    _job("feed_lag_groups", G, "Groups committed that a job's slowest reader has not acknowledged.", _JOB,
+         unit="groups"),
+    _job("feed_acknowledged_groups", G, "Groups that a job's slowest reader has acknowledged.", _JOB, unit="groups"),
+    _job("feed_readers", G, "Readers of a job that have acknowledged a group.", _JOB),
     # One job's progress: gone with it.
     _job("job_rollouts", G, "Rollouts of a job that runs.", _JOB),
     _job("job_rollouts_ended", G, "Rollouts of a job that runs, those that ended.", _JOB),
     _job("job_started_timestamp_seconds", G, "When a job that runs began.", _JOB, unit="seconds"),
-    _job("job_progress_timestamp_seconds", G, "When a rollout of a job that runs last ended.", _JOB, unit="seconds"),
+    _job("job_progress_timestamp_seconds", G, "When a rollout of a job that runs last ended, or the job began.", _JOB,
+         unit="seconds"),
     # Hosts.
     _host("host_up", G, "1 while the host's actor answers.", _HOST, silent=0.0),
     _host("sandboxes", G, "Sandboxes on a host.", Label("state", "sandbox_state"), _HOST),
@@ -239,6 +245,8 @@ FAMILIES: tuple[Family, ...] = (
     _host("resources_reaped", C, "Resources of dead jobs that were removed.", Label("resource", "resource")),
     _host("disk_free_bytes", G, "Free space where the engine keeps its data.", _HOST, unit="bytes"),
     # The exporter itself.
+    Family("build_info", G, "1, and the version of Rollcage that the exporter is of.", Sender.EXPORTER,
+           (Label("version", "version"),)),
     Family("exporter_sources", G, "Sources that the exporter has heard of and not to the end.", Sender.EXPORTER,
            (Label("kind", "source_kind"),)),
     Family("exporter_snapshots", C, "Snapshots taken in.", Sender.EXPORTER, (Label("kind", "source_kind"),)),

@@ -2,71 +2,44 @@
 
     exporter = Exporter(state=Path("/var/lib/rollcage/exporter"))
     exporter.accept("demo-1a2b", snapshot, incarnation="7f3c")
-    server = serve(exporter, port=9410)
+    server = serve(exporter, port=9410)  # serving.py
 
-Sources send cumulative snapshots (`counts.py`), so that a snapshot lost or sent twice changes nothing. Invariants:
+Sources send cumulative snapshots (`counts.py`), so that one that is lost, or comes twice or late,
+changes nothing. Invariants:
 
 - A source that starts again (another incarnation) begins at 0: what the earlier one had counted is added for good.
 - But a job's counters that follow from its ledger (`Family.ledger`) begin where the ledger is, and take the place of
   the dead driver's. What that one had in flight and never wrote is `attempts_abandoned`, so that
   dispatched = ended + abandoned + in flight at every scrape, and no counter falls.
-- What has been accepted outlives the exporter's process: each source has a file of its own in `state`, replaced
-  whole. Without `state` the exporter forgets, and only sources that still send are there after it starts again.
+- What has been accepted outlives the exporter's process, in `state` (`sources.py`). Without it the exporter forgets,
+  and only sources that still send are there after it starts again. Its own counters are its process's and begin at 0.
 - Gauges are those of sources that are heard. A host that is silent for `SILENT_SEC` has `host_up` 0 and no other gauge;
-  a job keeps its gauges until it ends (one that died with work open is what an alert is for).
+  a job keeps its gauges until it ends (one that died with work open is what an alert is for). Both are forgotten at
+  last, see `FORGET_SEC`; attempts that a job had in flight are abandoned then.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
-import os
-import re
-import ssl
 import time
-from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from threading import Lock, Thread
-from typing import Any
-from wsgiref.simple_server import WSGIServer, make_server
+from threading import Lock
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import ThreadingWSGIServer, _SilentHandler
 from prometheus_client.registry import Collector
 
-from rollcage.metrics.counts import Buckets, Counts, Labels, Snapshot
-from rollcage.metrics.definitions import FAMILIES, Family, Kind, Sender
+from rollcage.metrics import sources
+from rollcage.metrics.counts import Buckets, Counts, Labels, Snapshot, UnknownLabel
+from rollcage.metrics.definitions import FAMILIES, LABELS, MOST, PREFIX, Family, Kind, Sender
+from rollcage.metrics.sources import PAST, Source
 
 SILENT_SEC = 30.0
 """A source that sends every few seconds and has not for this long is not there."""
 
-FORGET_SEC = 3600.0
-"""A silent host's `host_up` is 0 for this long, then it is gone."""
-
-PORT = 9410
-"""Where it listens when nobody says otherwise."""
-
-
-@dataclass
-class _Source:
-    """What is held of one source. `base` is what its earlier incarnations counted; `abandoned` and `dispatched` are a
-    job's: see the module."""
-
-    name: str
-    incarnation: str
-    last: Snapshot
-    heard_at: float
-    base: Snapshot | None = None
-    abandoned: float = 0.0
-    ended: bool = False
-
-    @property
-    def dispatched(self) -> float:
-        """As exported."""
-        return self.last.values.get("attempts_dispatched", {}).get((), 0.0) + self.abandoned
+FORGET_SEC = {Sender.HOST: 3600.0, Sender.JOB: 24 * 3600.0}
+"""A host that is silent has `host_up` 0 for this long, and a job its gauges, so that the alerts on them are seen; then
+it is gone."""
 
 
 class Exporter(Collector):
@@ -80,50 +53,70 @@ class Exporter(Collector):
         self._state = state
         self._clock = clock
         self._lock = Lock()
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, Source] = {}
         self._own = Counts(Sender.EXPORTER)
+        self._own.set("build_info", 1, *LABELS["version"])
         if state is not None:
             state.mkdir(parents=True, exist_ok=True)
-            for path in sorted(state.glob("*.json")):
-                try:
-                    source = _from_json(json.loads(path.read_text(encoding="utf-8")))
-                except (ValueError, KeyError, TypeError) as error:
-                    remedy = "delete it: what its source counted is then counted no more"
-                    raise ValueError(f"{path}: this is no snapshot ({error}); {remedy}") from error
-                self._sources[source.name] = source
+            self._sources = {source.name: source for source in sources.read_all(state)}
 
     def accept(self, source: str, snapshot: Snapshot, *, incarnation: str, final: bool = False) -> None:
-        """Take in what `source` has counted. `final`: it sends no more, and its gauges go.
+        """Take in what `source` has counted. `final`: it sends no more, and its gauges go. One that is late (a later
+        one of the same source has come) changes nothing.
 
-        Raises `UnknownLabel` for a series that there is not; nothing has changed then.
+        Raises `UnknownLabel` for a series that there is not, and where all sources together have more values of a label
+        than it may have; nothing has changed then.
         """
         snapshot.check()
         with self._lock:
+            self._check_room(source, snapshot)
             held = self._sources.get(source)
             now = self._clock()
+            self._own.add("exporter_snapshots", snapshot.sender.value)
             if held is None:
-                held = self._sources[source] = _Source(source, incarnation, snapshot, now)
+                held = self._sources[source] = Source(source, incarnation, snapshot, now)
             elif held.incarnation == incarnation:
-                held.last = snapshot
+                if snapshot.number <= held.last.number and not final:
+                    return
+                if snapshot.number > held.last.number:
+                    held.last, held.ended = snapshot, False
+            elif incarnation in held.past:
+                return
             else:
                 held.base = _sum(_lasting(one) for one in (held.base, held.last) if one is not None)
                 dispatched = held.dispatched
-                held.incarnation, held.last = incarnation, snapshot
+                held.past = [*held.past, held.incarnation][-PAST:]
+                held.incarnation, held.last, held.ended = incarnation, snapshot, False
                 held.abandoned += max(0.0, dispatched - held.dispatched)
-            held.heard_at, held.ended = now, final
-            self._own.add("exporter_snapshots", snapshot.sender.value)
+            held.heard_at = now
+            if final:
+                held.end()
             if self._state is not None:
-                _write(self._state, held)
+                sources.write(self._state, held)
+
+    def _check_room(self, source: str, snapshot: Snapshot) -> None:
+        """Hosts and jobs make room when they are gone; agents and policies have counters, which stay."""
+        known: dict[str, set[str]] = defaultdict(set)
+        for other in self._sources.values():
+            for label, names in other.last.declared.items():
+                if other.name != source and not (other.ended and label in ("host", "job_id")):
+                    known[label].update(names)
+        for label, names in snapshot.declared.items():
+            if len(known[label].union(names)) > MOST[label]:
+                raise UnknownLabel(
+                    f"{source}: with it there would be more than {MOST[label]} values of the label {label!r}; "
+                    "start the exporter anew with an empty state directory to be rid of those of earlier jobs"
+                )
 
     def collect(self) -> Iterator[Metric]:
         """Every family, with its series at 0 where nobody has counted."""
         with self._lock:
             now = self._clock()
             self._look_at(now)
-            sources = list(self._sources.values())
-            counted = [_counters(one) for source in sources for one in (source.base, source.last) if one]
-            gauges = [_gauges(source, now) for source in sources]
-            abandoned = sum(source.abandoned for source in sources)
+            held = list(self._sources.values())
+            counted = [_counters(one) for source in held for one in (source.base, source.last) if one]
+            gauges = [_gauges(source, now) for source in held]
+            abandoned = sum(source.abandoned for source in held)
             whole = _sum([*counted, *gauges, self._own.snapshot()])
         for name in ("attempts_dispatched", "attempts_abandoned"):
             whole.values.setdefault(name, {}).setdefault((), 0.0)
@@ -137,18 +130,17 @@ class Exporter(Collector):
             yield _metric(family, Snapshot(family.sender, {}), empty=True)
 
     def _look_at(self, now: float) -> None:
-        """Say who is there, and forget hosts that have been silent for long (their counters stay)."""
+        """Say who is there, and forget those that have been silent for long (their counters stay)."""
         for kind in (Sender.JOB, Sender.HOST):
-            heard = [
-                source.heard_at
-                for source in self._sources.values()
-                if source.last.sender is kind and not source.ended
-            ]
+            heard = []
+            for source in self._sources.values():
+                if source.last.sender is kind and not source.ended:
+                    if now - source.heard_at > FORGET_SEC[kind]:
+                        source.end()
+                    else:
+                        heard.append(source.heard_at)
             self._own.set("exporter_sources", len(heard), kind.value)
             self._own.set("exporter_silent_seconds", max(0.0, now - min(heard, default=now)), kind.value)
-        for source in self._sources.values():
-            if source.last.sender is Sender.HOST and now - source.heard_at > FORGET_SEC:
-                source.ended = True
 
 
 _COUNTERS = frozenset(family.name for family in FAMILIES if family.kind is Kind.COUNTER)
@@ -167,7 +159,7 @@ def _lasting(snapshot: Snapshot) -> Snapshot:
     return Snapshot(snapshot.sender, snapshot.declared, values, snapshot.histograms)
 
 
-def _gauges(source: _Source, now: float) -> Snapshot:
+def _gauges(source: Source, now: float) -> Snapshot:
     """Those that the source has now."""
     snapshot = source.last
     values: dict[str, dict[Labels, float]] = {}
@@ -209,7 +201,7 @@ def _sum(snapshots: Iterable[Snapshot]) -> Snapshot:
 
 def _metric(family: Family, whole: Snapshot, *, empty: bool = False) -> Metric:
     """A family as prometheus_client has it. Series of constants are there at 0 even before anybody counts."""
-    name, names = f"rollcage_{family.name}", list(family.label_names)
+    name, names = PREFIX + family.name, list(family.label_names)
     zero = {} if empty else dict.fromkeys(family.series({}), 0.0)
     if family.kind is Kind.HISTOGRAM:
         histogram = HistogramMetricFamily(name, family.help, labels=names)
@@ -220,8 +212,6 @@ def _metric(family: Family, whole: Snapshot, *, empty: bool = False) -> Metric:
         return histogram
     kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
     metric = kind(name, family.help, labels=names)
-    if family.kind is Kind.GAUGE and family.silent is None and not family.labels:
-        zero = zero or {(): 0.0}
     for labels, value in {**zero, **whole.values.get(family.name, {})}.items():
         metric.add_metric(list(labels), value)
     return metric
@@ -234,129 +224,3 @@ def _cumulative(family: Family, one: Buckets) -> list[tuple[str, float]]:
         below += count
         found.append((bound, float(below)))
     return found
-
-
-# The files of `state`
-
-
-def _write(state: Path, source: _Source) -> None:
-    path = state / (re.sub(r"[^A-Za-z0-9._-]", "_", source.name) + ".json")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(_to_json(source)), encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _to_json(source: _Source) -> dict[str, Any]:
-    return {
-        "name": source.name,
-        "incarnation": source.incarnation,
-        "heard_at": source.heard_at,
-        "abandoned": source.abandoned,
-        "ended": source.ended,
-        "last": _snapshot_to_json(source.last),
-        "base": source.base and _snapshot_to_json(source.base),
-    }
-
-
-def _from_json(data: Mapping[str, Any]) -> _Source:
-    return _Source(
-        data["name"],
-        data["incarnation"],
-        _snapshot_from_json(data["last"]),
-        float(data["heard_at"]),
-        data["base"] and _snapshot_from_json(data["base"]),
-        float(data["abandoned"]),
-        bool(data["ended"]),
-    )
-
-
-def _snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
-    """Zeros are left out: every series is there all the same."""
-    return {
-        "sender": snapshot.sender.value,
-        "declared": snapshot.declared,
-        "values": {
-            name: [[list(labels), value] for labels, value in series.items() if value]
-            for name, series in snapshot.values.items()
-        },
-        "histograms": {
-            name: [[list(labels), one.counts, one.sum] for labels, one in series.items() if one.total]
-            for name, series in snapshot.histograms.items()
-        },
-    }
-
-
-def _snapshot_from_json(data: Mapping[str, Any]) -> Snapshot:
-    sender = Sender(data["sender"])
-    whole = Counts(sender, {name: tuple(values) for name, values in data["declared"].items()}).snapshot()
-    for name, series in data["values"].items():
-        for labels, value in series:
-            whole.values[name][tuple(labels)] = float(value)
-    for name, histogram in data["histograms"].items():
-        for labels, counts, total in histogram:
-            whole.histograms[name][tuple(labels)] = Buckets([int(count) for count in counts], float(total))
-    whole.check()
-    return whole
-
-
-# The port
-
-
-class Server:
-    """An exporter's HTTP server, until `close`. `port` is the one that it got."""
-
-    def __init__(self, server: WSGIServer, thread: Thread) -> None:
-        self._server = server
-        self._thread = thread
-        self.port: int = server.server_port
-
-    def close(self) -> None:
-        """Take no more scrapes."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def serve(
-    exporter: Collector,
-    *,
-    host: str = "127.0.0.1",
-    port: int = PORT,
-    user: str | None = None,
-    password: str | None = None,
-    certificate: Path | None = None,
-    key: Path | None = None,
-) -> Server:
-    """Answer scrapes at `http://host:port/metrics`, on loopback unless told. With `user` and `password`, only those who
-    give them (basic authentication); with `certificate` and `key` (PEM), by TLS.
-
-    Raises `OSError` where the port is taken, `ValueError` for half of a pair.
-    """
-    if (user is None) != (password is None) or (certificate is None) != (key is None):
-        raise ValueError("user and password, and certificate and key, go together")
-    registry = CollectorRegistry()
-    registry.register(exporter)
-    app = make_wsgi_app(registry)
-    if user is not None:
-        app = _guarded(app, f"{user}:{password}")
-    server = make_server(host, port, app, ThreadingWSGIServer, handler_class=_SilentHandler)
-    if certificate is not None and key is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-    return Server(server, thread)
-
-
-def _guarded(app: Callable[..., Any], credentials: str) -> Callable[..., Any]:
-    """`app` for those who know the credentials."""
-    wanted = b"Basic " + b64encode(credentials.encode())
-
-    def guard(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
-        if hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), wanted):
-            return app(environ, start_response)
-        start_response("401 Unauthorized", [("WWW-Authenticate", 'Basic realm="rollcage"')])
-        return [b"say who you are: this exporter asks for a user and a password\n"]
-
-    return guard

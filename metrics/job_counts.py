@@ -31,8 +31,10 @@ class JobCounts:
 
     def __init__(self, job: str, agents: Sequence[str], policies: Sequence[str]) -> None:
         self._job = job
-        self._counts = Counts(Sender.JOB, {"agent": agents, "policy": policies, "job": [job]})
-        self._counts.set("job_started_timestamp_seconds", time.time(), job)
+        self._counts = Counts(Sender.JOB, {"agent": agents, "policy": policies, "job_id": [job]})
+        now = time.time()
+        for name in ("job_started_timestamp_seconds", "job_progress_timestamp_seconds"):
+            self._counts.set(name, now, job)
         self._versions: dict[str, int] = {}
 
     # Events
@@ -134,9 +136,9 @@ class JobCounts:
 
     def feed(self, acknowledged_groups: int, lag_groups: int, readers: int) -> None:
         """How far the slowest reader is, and how far behind."""
-        self._counts.set("feed_acknowledged_groups", acknowledged_groups)
-        self._counts.set("feed_lag_groups", lag_groups)
-        self._counts.set("feed_readers", readers)
+        self._counts.set("feed_acknowledged_groups", acknowledged_groups, self._job)
+        self._counts.set("feed_lag_groups", lag_groups, self._job)
+        self._counts.set("feed_readers", readers, self._job)
 
     def snapshot(self) -> Snapshot:
         """All of it."""
@@ -177,13 +179,16 @@ class JobCounts:
 
 
 def ending(outcome: Outcome, error_class: str | None) -> tuple[str, str, str]:
-    """The labels of an end: outcome, domain and error class. A class that does not go with the outcome is
-    `internal_error`, as the scheduler has it."""
-    if error_class is None and outcome in (Outcome.PASSED, Outcome.FAILED):
-        return outcome.value, NONE, NONE
-    if outcome is Outcome.CANCELLED:
-        error_class = "cancelled"
-    row = BY_NAME.get(error_class or "internal_error", BY_NAME["internal_error"])
+    """The labels of an end: outcome, domain and error class. Where an outcome cannot have the class, one that is graded
+    has none and an invalid one is `internal_error`."""
+    row = BY_NAME.get(error_class or "")
+    if outcome in (Outcome.PASSED, Outcome.FAILED):
+        if row is None or not row.reward_valid:
+            return outcome.value, NONE, NONE
+    elif outcome is Outcome.CANCELLED:
+        row = BY_NAME["cancelled"]
+    elif row is None or row.reward_valid or row.name == "cancelled":
+        row = BY_NAME["internal_error"]
     return outcome.value, row.domain.value, row.name
 
 

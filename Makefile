@@ -7,7 +7,7 @@ MODEL ?= smollm2
 GPUS := $(shell nvidia-smi -L 2>/dev/null | wc -l)
 DEMO := --set policies.small.model=$(MODEL) $(if $(filter-out 0,$(GPUS)),--set policies.small.num_gpus=1)
 
-.PHONY: help setup engine engine-stop base-image model demo test lint types bench clean
+.PHONY: help setup engine engine-stop base-image model prometheus demo test lint types bench clean
 
 help:
 	@echo "make demo         set everything up and run examples/demo.yaml (MODEL=... names another model)"
@@ -42,7 +42,10 @@ lint: setup
 types: setup
 	scripts/types.sh
 
-test: setup engine base-image model lint types
+prometheus:
+	@scripts/prometheus.sh
+
+test: setup engine base-image model prometheus lint types
 	$(PY) -m pytest -n 2
 
 bench: setup engine base-image

@@ -25,6 +25,7 @@ from rollcage.cluster.cli_policy import policy_app
 from rollcage.cluster.cli_report import compare, report
 from rollcage.cluster.cli_resume import compact, resume
 from rollcage.cluster.cli_stream import curriculum, stop
+from rollcage.cluster.cli_top import top
 from rollcage.cluster.errors import CouldNotRun, InputError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ app.command()(regrade)
 app.command()(export)
 app.command()(report)
 app.command()(compare)
+app.command()(top)
 
 # typer brings a click of its own, whose base class it does not export.
 UsageProblem: type[Exception] = next(

@@ -180,7 +180,7 @@ async def test_a_group_with_rollouts_that_were_called_off_waits_for_them(tmp_pat
     assert feed.counts["open"] == 2
     ledger = Ledger.open(run)
     called_off = [RolloutKey("demo", "bash", task, sample) for task, sample in (("a", 1), ("b", 0))]
-    await ledger.reopen(ledger.job, called_off)
+    await ledger.reopen(ledger.job, called_off, to_run=[])
     later = Feed(run, "any", start=feed.cursor)
     await a_group(ledger, "b", [0.0], number=2)
     await a_group(ledger, "a", [0.5], first=1, size=3, number=2)

@@ -1,0 +1,166 @@
+"""What a dashboard is made of: a short description of its panels, and Grafana's JSON of it.
+
+    DASHBOARD = Board("rollcage-x", "X", "What X says", (Row("First", (Graph("Title", "What it says", query, ...),)),))
+    json_of(DASHBOARD)
+
+Every panel has a description and a unit, every query the data source that the variable `datasource` chooses. uids are
+fixed, so that a dashboard that is imported again takes the place of the former one and links stay good.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from grafana_foundation_sdk.builders import common, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as common_models
+from grafana_foundation_sdk.models import dashboard as models
+
+TAG = "rollcage"
+RATE = "[$__rate_interval]"
+"""The range over which a graph takes rates: Grafana knows the scrape interval and the width of a pixel."""
+
+COLUMNS = 24
+"""Width of Grafana's grid."""
+
+_DATA = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+P = TypeVar("P", stat.Panel, timeseries.Panel)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`queries`: each with the text of its legend. `unit`: as Grafana calls it. `warn`, `bad`: where the colour
+    changes; a `bad` below `warn` means that less is worse."""
+
+    title: str
+    description: str
+    queries: tuple[tuple[str, str], ...]
+    unit: str = "short"
+    warn: float | None = None
+    bad: float | None = None
+    width: int = 8
+    height: int = 8
+
+
+@dataclass(frozen=True)
+class Stat(Panel):
+    """One number: how it is now."""
+
+    width: int = 4
+    height: int = 4
+
+
+@dataclass(frozen=True)
+class Graph(Panel):
+    """Lines over time; `stacked` where their sum means something."""
+
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """Panels under one heading."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Board:
+    """A dashboard. `choices`: variables that filter, each with the metric whose label it is."""
+
+    uid: str
+    title: str
+    description: str
+    rows: tuple[Row, ...]
+    choices: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def panels(self) -> list[Panel]:
+        """All of them, in order."""
+        return [panel for row in self.rows for panel in row.panels]
+
+
+def json_of(board: Board) -> str:
+    """What Grafana imports."""
+    made = (
+        builders.Dashboard(f"Rollcage: {board.title}")
+        .uid(board.uid)
+        .description(board.description)
+        .tags([TAG])
+        .time("now-1h", "now")
+        .refresh("10s")
+        .timezone("browser")
+        .readonly()
+        .link(
+            builders.DashboardLink("Rollcage")
+            .type(models.DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .keep_time(True)
+            .include_vars(True)
+        )
+        .with_variable(builders.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+    for name, metric in board.choices.items():
+        made = made.with_variable(
+            builders.QueryVariable(name)
+            .label(name.capitalize())
+            .datasource(_DATA)
+            .query(f"label_values({metric}, {name})")
+            .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .multi(True)
+            .include_all(True)
+            .all_value(".*")
+            .current(models.VariableOption(selected=True, text="All", value="$__all"))
+        )
+    number = 0
+    for row in board.rows:
+        made = made.with_row(builders.Row(row.title))
+        for panel in row.panels:
+            number += 1
+            made = made.with_panel(_stat(panel, number) if isinstance(panel, Stat) else _graph(panel, number))
+    return json.dumps(made.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+
+
+def _stat(panel: Stat, number: int) -> stat.Panel:
+    return _common(stat.Panel(), panel, number).color_mode(common_models.BigValueColorMode.VALUE)
+
+
+def _graph(panel: Panel, number: int) -> timeseries.Panel:
+    made = _common(timeseries.Panel(), panel, number).min(0).line_width(1).fill_opacity(10)
+    if isinstance(panel, Graph) and panel.stacked:
+        made = made.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
+    if panel.bad is not None:
+        line = common.GraphThresholdsStyleConfig().mode(common_models.GraphThresholdsStyleMode.DASHED)
+        made = made.thresholds_style(line)
+    return made
+
+
+def _common(made: P, panel: Panel, number: int) -> P:
+    made = made.id(number).title(panel.title).description(panel.description).unit(panel.unit)
+    made = made.datasource(_DATA).span(panel.width).height(panel.height).thresholds(_thresholds(panel))
+    for index, (query, legend) in enumerate(panel.queries):
+        target = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(chr(ord("A") + index))
+        made = made.with_target(target.datasource(_DATA))
+    return made
+
+
+def _thresholds(panel: Panel) -> builders.ThresholdsConfig:
+    steps = [(None, "green"), (panel.warn, "yellow"), (panel.bad, "red")]
+    if panel.warn is not None and panel.bad is not None and panel.bad < panel.warn:
+        steps = [(None, "red"), (panel.bad, "yellow"), (panel.warn, "green")]
+    return (
+        builders.ThresholdsConfig()
+        .mode(models.ThresholdsMode.ABSOLUTE)
+        .steps(
+            [
+                models.Threshold(value, color)
+                for n, (value, color) in enumerate(steps)
+                if n == 0 or value is not None
+            ]
+        )
+    )

@@ -1,0 +1,83 @@
+"""Prints docs/metrics.md from the list of families: `python -m rollcage.metrics.definitions_page > docs/metrics.md`."""
+
+from __future__ import annotations
+
+from rollcage.metrics.definitions import FAMILIES, LABELS, MOST, Family, Kind, Label, Sender, most_series
+from rollcage.metrics.exporter import FORGET_SEC, SILENT_SEC
+from rollcage.metrics.serving import PORT
+
+_INTRODUCTION = f"""# Metrics
+
+*Made from `metrics/definitions.py` by `python -m rollcage.metrics.definitions_page`; do not edit.*
+
+One exporter answers for the whole cluster, at port {PORT} of loopback unless told. Drivers and hosts send it cumulative
+snapshots, and it adds them up.
+
+- Every series of a constant label is there at 0 from the start, one of a declared label as soon as its value is known.
+- A label has a closed set of values. No task, rollout, container or text is ever one.
+- At any scrape `rollcage_attempts_dispatched_total` is `rollcage_attempts_ended_total` +
+  `rollcage_attempts_abandoned_total` + `rollcage_attempts_in_flight`.
+- Restarts of drivers, hosts and of the exporter lose and double nothing. The families that follow from the ledger are
+  read from it when a driver goes on with a run.
+- A host that is silent for {SILENT_SEC:g} s has `rollcage_host_up` 0 and no other gauge, and is forgotten after \
+{FORGET_SEC[Sender.HOST] / 3600:g} h.
+- A job keeps its gauges until it ends, or is silent for {FORGET_SEC[Sender.JOB] / 3600:g} h; attempts that it had in \
+flight then count as abandoned.
+- The exporter's own counters are those of its process: they begin at 0 with it.
+- vLLM's and Ray's own metrics are scraped beside these and not copied.
+
+A scrape holds at most **{most_series():,} samples**, with {MOST["host"]} hosts, {MOST["policy"]} policies, \
+{MOST["agent"]} agents, {MOST["job_id"]} jobs at once and every error class; a source beyond these numbers is refused.
+"""
+
+_SENDERS = {
+    Sender.JOB: "Counted by the driver of a job",
+    Sender.HOST: "Counted by a host",
+    Sender.EXPORTER: "Counted by the exporter",
+}
+
+
+def page() -> str:
+    """The page as Markdown."""
+    return "\n".join([_INTRODUCTION, *map(_section, Sender), _histograms(), _labels()])
+
+
+def _section(sender: Sender) -> str:
+    rows = "\n".join(_row(family) for family in FAMILIES if family.sender is sender)
+    return f"## {_SENDERS[sender]}\n\n| metric | type | unit | labels | meaning |\n|---|---|---|---|---|\n{rows}\n"
+
+
+def _row(family: Family) -> str:
+    labels = ", ".join(map(_label, family.labels))
+    ledger = " From the ledger." if family.ledger else ""
+    return f"| `{family.full_name}` | {family.kind} | {family.unit} | {labels} | {family.help}{ledger} |"
+
+
+def _label(label: Label) -> str:
+    own = label.values in (None, label.name)
+    return f"`{label.name}`" if own else f"`{label.name}` ({label.values})"
+
+
+def _histograms() -> str:
+    rows = "\n".join(
+        f"| `{family.full_name}` | {', '.join(f'{bound:g}' for bound in family.buckets)}, +Inf |"
+        for family in FAMILIES
+        if family.kind is Kind.HISTOGRAM
+    )
+    return f"## Buckets\n\n| histogram | upper bounds |\n|---|---|\n{rows}\n"
+
+
+def _labels() -> str:
+    rows = [
+        f"| `{name}` | at most {most} names, from the configurations of jobs |" for name, most in MOST.items()
+    ]
+    for name, values in LABELS.items():
+        rows.append(f"| {name} | {', '.join(values) if name != 'version' else 'the one that runs'} |")
+    return (
+        "## Labels\n\nOf `domain`, `error_class` and `outcome` only those that can go together are there.\n\n"
+        "| set | values |\n|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,226 @@
+"""The one place that Prometheus scrapes: it adds up what all sources have counted.
+
+    exporter = Exporter(state=Path("/var/lib/rollcage/exporter"))
+    exporter.accept("demo-1a2b", snapshot, incarnation="7f3c")
+    server = serve(exporter, port=9410)  # serving.py
+
+Sources send cumulative snapshots (`counts.py`), so that one that is lost, or comes twice or late,
+changes nothing. Invariants:
+
+- A source that starts again (another incarnation) begins at 0: what the earlier one had counted is added for good.
+- But a job's counters that follow from its ledger (`Family.ledger`) begin where the ledger is, and take the place of
+  the dead driver's. What that one had in flight and never wrote is `attempts_abandoned`, so that
+  dispatched = ended + abandoned + in flight at every scrape, and no counter falls.
+- What has been accepted outlives the exporter's process, in `state` (`sources.py`). Without it the exporter forgets,
+  and only sources that still send are there after it starts again. Its own counters are its process's and begin at 0.
+- Gauges are those of sources that are heard. A host that is silent for `SILENT_SEC` has `host_up` 0 and no other gauge;
+  a job keeps its gauges until it ends (one that died with work open is what an alert is for). Both are forgotten at
+  last, see `FORGET_SEC`; attempts that a job had in flight are abandoned then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from threading import Lock
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rollcage.metrics import sources
+from rollcage.metrics.counts import Buckets, Counts, Labels, Snapshot, UnknownLabel
+from rollcage.metrics.definitions import FAMILIES, LABELS, MOST, PREFIX, Family, Kind, Sender
+from rollcage.metrics.sources import PAST, Source
+
+SILENT_SEC = 30.0
+"""A source that sends every few seconds and has not for this long is not there."""
+
+FORGET_SEC = {Sender.HOST: 3600.0, Sender.JOB: 24 * 3600.0}
+"""A host that is silent has `host_up` 0 for this long, and a job its gauges, so that the alerts on them are seen; then
+it is gone."""
+
+
+class Exporter(Collector):
+    """Takes snapshots in and yields their sums. May be called from several threads.
+
+    `state`: a directory of its own, made where it is not there. Raises `OSError` where it cannot be written, and
+    `ValueError` for a file in it that is no snapshot, naming it.
+    """
+
+    def __init__(self, state: Path | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self._state = state
+        self._clock = clock
+        self._lock = Lock()
+        self._sources: dict[str, Source] = {}
+        self._own = Counts(Sender.EXPORTER)
+        self._own.set("build_info", 1, *LABELS["version"])
+        if state is not None:
+            state.mkdir(parents=True, exist_ok=True)
+            self._sources = {source.name: source for source in sources.read_all(state)}
+
+    def accept(self, source: str, snapshot: Snapshot, *, incarnation: str, final: bool = False) -> None:
+        """Take in what `source` has counted. `final`: it sends no more, and its gauges go. One that is late (a later
+        one of the same source has come) changes nothing.
+
+        Raises `UnknownLabel` for a series that there is not, and where all sources together have more values of a label
+        than it may have; nothing has changed then.
+        """
+        snapshot.check()
+        with self._lock:
+            self._check_room(source, snapshot)
+            held = self._sources.get(source)
+            now = self._clock()
+            self._own.add("exporter_snapshots", snapshot.sender.value)
+            if held is None:
+                held = self._sources[source] = Source(source, incarnation, snapshot, now)
+            elif held.incarnation == incarnation:
+                if snapshot.number <= held.last.number and not final:
+                    return
+                if snapshot.number > held.last.number:
+                    held.last, held.ended = snapshot, False
+            elif incarnation in held.past:
+                return
+            else:
+                held.base = _sum(_lasting(one) for one in (held.base, held.last) if one is not None)
+                dispatched = held.dispatched
+                held.past = [*held.past, held.incarnation][-PAST:]
+                held.incarnation, held.last, held.ended = incarnation, snapshot, False
+                held.abandoned += max(0.0, dispatched - held.dispatched)
+            held.heard_at = now
+            if final:
+                held.end()
+            if self._state is not None:
+                sources.write(self._state, held)
+
+    def _check_room(self, source: str, snapshot: Snapshot) -> None:
+        """Hosts and jobs make room when they are gone; agents and policies have counters, which stay."""
+        known: dict[str, set[str]] = defaultdict(set)
+        for other in self._sources.values():
+            for label, names in other.last.declared.items():
+                if other.name != source and not (other.ended and label in ("host", "job_id")):
+                    known[label].update(names)
+        for label, names in snapshot.declared.items():
+            if len(known[label].union(names)) > MOST[label]:
+                raise UnknownLabel(
+                    f"{source}: with it there would be more than {MOST[label]} values of the label {label!r}; "
+                    "start the exporter anew with an empty state directory to be rid of those of earlier jobs"
+                )
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, with its series at 0 where nobody has counted."""
+        with self._lock:
+            now = self._clock()
+            self._look_at(now)
+            held = list(self._sources.values())
+            counted = [_counters(one) for source in held for one in (source.base, source.last) if one]
+            gauges = [_gauges(source, now) for source in held]
+            abandoned = sum(source.abandoned for source in held)
+            whole = _sum([*counted, *gauges, self._own.snapshot()])
+        for name in ("attempts_dispatched", "attempts_abandoned"):
+            whole.values.setdefault(name, {}).setdefault((), 0.0)
+            whole.values[name][()] += abandoned
+        for family in FAMILIES:
+            yield _metric(family, whole)
+
+    def describe(self) -> Iterator[Metric]:
+        """The families, without samples."""
+        for family in FAMILIES:
+            yield _metric(family, Snapshot(family.sender, {}), empty=True)
+
+    def _look_at(self, now: float) -> None:
+        """Say who is there, and forget those that have been silent for long (their counters stay)."""
+        for kind in (Sender.JOB, Sender.HOST):
+            heard = []
+            for source in self._sources.values():
+                if source.last.sender is kind and not source.ended:
+                    if now - source.heard_at > FORGET_SEC[kind]:
+                        source.end()
+                    else:
+                        heard.append(source.heard_at)
+            self._own.set("exporter_sources", len(heard), kind.value)
+            self._own.set("exporter_silent_seconds", max(0.0, now - min(heard, default=now)), kind.value)
+
+
+_COUNTERS = frozenset(family.name for family in FAMILIES if family.kind is Kind.COUNTER)
+_OF_THE_LEDGER = frozenset(family.name for family in FAMILIES if family.ledger)
+
+
+def _counters(snapshot: Snapshot) -> Snapshot:
+    """The part of it that only grows."""
+    values = {name: series for name, series in snapshot.values.items() if name in _COUNTERS}
+    return Snapshot(snapshot.sender, snapshot.declared, values, snapshot.histograms)
+
+
+def _lasting(snapshot: Snapshot) -> Snapshot:
+    """The part of it that its source's next incarnation does not have."""
+    values = {n: series for n, series in snapshot.values.items() if n in _COUNTERS - _OF_THE_LEDGER}
+    return Snapshot(snapshot.sender, snapshot.declared, values, snapshot.histograms)
+
+
+def _gauges(source: Source, now: float) -> Snapshot:
+    """Those that the source has now."""
+    snapshot = source.last
+    values: dict[str, dict[Labels, float]] = {}
+    silent = snapshot.sender is Sender.HOST and now - source.heard_at > SILENT_SEC
+    for family in FAMILIES:
+        series = snapshot.values.get(family.name)
+        if family.kind is not Kind.GAUGE or series is None or source.ended:
+            continue
+        if not silent:
+            values[family.name] = series
+        elif family.silent is not None:
+            values[family.name] = dict.fromkeys(series, family.silent)
+    return Snapshot(snapshot.sender, snapshot.declared, values)
+
+
+def _sum(snapshots: Iterable[Snapshot]) -> Snapshot:
+    whole = Snapshot(Sender.EXPORTER, {})
+    largest = {family.name for family in FAMILIES if family.combine == "max"}
+    for snapshot in snapshots:
+        whole.sender = snapshot.sender
+        for name, values in snapshot.declared.items():
+            whole.declared[name] = tuple(dict.fromkeys((*whole.declared.get(name, ()), *values)))
+        for name, series in snapshot.values.items():
+            into = whole.values.setdefault(name, {})
+            for labels, value in series.items():
+                had = into.get(labels, 0.0)
+                into[labels] = max(had, value) if name in largest else had + value
+        for name, histogram in snapshot.histograms.items():
+            into_buckets = whole.histograms.setdefault(name, {})
+            for labels, one in histogram.items():
+                before = into_buckets.get(labels)
+                if before is None:
+                    into_buckets[labels] = Buckets(list(one.counts), one.sum)
+                else:
+                    before.counts = [a + b for a, b in zip(before.counts, one.counts, strict=True)]
+                    before.sum += one.sum
+    return whole
+
+
+def _metric(family: Family, whole: Snapshot, *, empty: bool = False) -> Metric:
+    """A family as prometheus_client has it. Series of constants are there at 0 even before anybody counts."""
+    name, names = PREFIX + family.name, list(family.label_names)
+    zero = {} if empty else dict.fromkeys(family.series({}), 0.0)
+    if family.kind is Kind.HISTOGRAM:
+        histogram = HistogramMetricFamily(name, family.help, labels=names)
+        found = whole.histograms.get(family.name, {})
+        for labels in {**zero, **found}:
+            one = found.get(labels) or Buckets([0] * (len(family.buckets) + 1))
+            histogram.add_metric(list(labels), _cumulative(family, one), sum_value=one.sum)
+        return histogram
+    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    metric = kind(name, family.help, labels=names)
+    for labels, value in {**zero, **whole.values.get(family.name, {})}.items():
+        metric.add_metric(list(labels), value)
+    return metric
+
+
+def _cumulative(family: Family, one: Buckets) -> list[tuple[str, float]]:
+    bounds = [*(repr(bound) for bound in family.buckets), "+Inf"]
+    below, found = 0, []
+    for bound, count in zip(bounds, one.counts, strict=True):
+        below += count
+        found.append((bound, float(below)))
+    return found

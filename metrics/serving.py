@@ -1,0 +1,106 @@
+"""The exporter's port: HTTP, basic authentication and TLS around what `prometheus_client` answers.
+
+server = serve(exporter, port=9410)
+...
+server.close()
+"""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from socket import AF_INET6
+from threading import Thread
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+
+PORT = 9410
+"""Where it listens when nobody says otherwise."""
+
+REQUEST_SEC = 30.0
+"""A client that has not said what it wants by then is left alone."""
+
+
+class _Handler(WSGIRequestHandler):
+    """Answers without a line for each scrape on standard error."""
+
+    timeout = REQUEST_SEC
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+class _Six(ThreadingWSGIServer):
+    address_family = AF_INET6
+
+
+class Server:
+    """An exporter's HTTP server, until `close`. `port` is the one that it got."""
+
+    def __init__(self, server: WSGIServer, thread: Thread) -> None:
+        self._server = server
+        self._thread = thread
+        self.port: int = server.server_port
+
+    def close(self) -> None:
+        """Take no more scrapes."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve(
+    exporter: Collector,
+    *,
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    user: str | None = None,
+    password: str | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
+) -> Server:
+    """Answer scrapes at `http://host:port/metrics`, on loopback unless told. With `user` and `password`, only those who
+    give them (basic authentication); with `certificate` and `key` (PEM), by TLS.
+
+    Raises `OSError` where the port is taken or a file cannot be read, `ssl.SSLError` where it is no certificate or not
+    its key, `ValueError` for half of a pair.
+    """
+    if (user is None) != (password is None) or (certificate is None) != (key is None):
+        raise ValueError("user and password, and certificate and key, go together")
+    registry = CollectorRegistry()
+    registry.register(exporter)
+    app = make_wsgi_app(registry)
+    if user is not None:
+        app = _guarded(app, f"{user}:{password}")
+    context = None
+    if certificate is not None and key is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+    kind = _Six if ":" in host else ThreadingWSGIServer
+    server = make_server(host, port, app, kind, handler_class=_Handler)
+    if context is not None:
+        # Shaking hands on accept would let one silent client hold up all others: each connection's thread does it.
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    return Server(server, thread)
+
+
+def _guarded(app: Callable[..., Any], credentials: str) -> Callable[..., Any]:
+    """`app` for those who know the credentials."""
+    wanted = b"Basic " + b64encode(credentials.encode())
+
+    def guard(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
+        if hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), wanted):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", 'Basic realm="rollcage"')])
+        return [b"say who you are: this exporter asks for a user and a password\n"]
+
+    return guard

@@ -1,0 +1,96 @@
+"""The exporter's actor: killed under load, told by sources, and what Prometheus is to scrape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+
+from rollcage.cluster.actors import connected
+from rollcage.cluster.exporter import ExporterConfig, start_exporter, telling
+from rollcage.metrics.counts import Counts
+from rollcage.metrics.definitions import Sender
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+KILLS = 3
+"""Each takes Ray some seconds."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterConfig]:
+    directory = tmp_path_factory.mktemp("exporter")
+    with connected(num_cpus=1):
+        yield ExporterConfig(directory / "state", directory / "sd" / "targets.json", port=0)
+
+
+def targets(config: ExporterConfig) -> dict[str, list[str]]:
+    """What the file says now, by kind."""
+    assert config.targets is not None
+    groups = json.loads(config.targets.read_text()) if config.targets.is_file() else []
+    return {group["labels"]["job"]: group["targets"] for group in groups}
+
+
+def scraped(exporter: Any, name: str) -> float:
+    address = ray.get(exporter.address.remote())
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+async def test_an_exporter_that_is_killed_again_and_again_loses_and_doubles_nothing(
+    config: ExporterConfig,
+) -> None:
+    exporter = start_exporter(config)
+    counts = [Counts(Sender.HOST, {"host": [f"host-{number}"]}) for number in range(4)]
+    for _ in range(KILLS):
+        calls = []
+        for number, one in enumerate(counts):
+            for _ in range(5):
+                one.add("image_builds", "built")
+                one.observe("image_build_seconds", 1)
+                calls.append(exporter.accept.remote(f"host-{number}", one.snapshot(), "1"))
+        ray.kill(exporter, no_restart=False)
+        await asyncio.gather(*calls)
+    assert scraped(exporter, "rollcage_image_builds_total") == KILLS * 4 * 5
+    assert scraped(exporter, "rollcage_image_build_seconds_count") == KILLS * 4 * 5
+
+
+async def test_a_source_that_ends_has_told_all_that_it_counted_and_has_no_gauges(
+    config: ExporterConfig,
+) -> None:
+    exporter, counts = start_exporter(config), Counts(Sender.JOB, {"agent": ["a"], "job_id": ["j"]})
+    async with telling(exporter, "j", counts.snapshot):
+        counts.add("commands", "a", amount=7)
+        counts.set("job_rollouts", 3, "j")
+    assert scraped(exporter, "rollcage_commands_total") == 7
+    assert scraped(exporter, "rollcage_job_rollouts") == 0
+
+
+async def test_a_job_with_too_many_names_goes_on_uncounted(
+    config: ExporterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    exporter, counts = start_exporter(config), Counts(Sender.JOB, {"agent": [f"b{n}" for n in range(16)]})
+    async with telling(exporter, "many", counts.snapshot):
+        pass
+    assert "more than 16 values of the label 'agent'" in caplog.text
+
+
+def test_prometheus_finds_the_exporter_and_ray_in_one_file(config: ExporterConfig) -> None:
+    exporter = start_exporter(config)
+    address = ray.get(exporter.address.remote())
+    ray.get(exporter.set_vllm.remote("j", ("127.0.0.1:8000",)))
+    found: dict[str, list[str]] = {}
+    until = time.monotonic() + 60
+    while found.get("vllm") is None or found["rollcage"] != [address]:
+        assert time.monotonic() < until, found
+        found = targets(config)
+    assert found["vllm"] == ["127.0.0.1:8000"]
+    assert len(found["ray"]) == 1

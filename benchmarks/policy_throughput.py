@@ -102,9 +102,7 @@ class Rollouts:
             sampling=sampling,
         )
         job, tasks = f"bench-{uuid.uuid4().hex[:8]}", {key: self.task}
-        plan = JobPlan(
-            job, (agent,), tasks, concurrency=options.concurrency, warm=options.concurrency, seed=seed
-        )
+        plan = JobPlan(job, (agent,), tasks, concurrency=options.concurrency, warm=2, seed=seed)
         run = self.runs / job
         ledger = Ledger.create(run, {"job": job})
         hosts = RayHosts(HostSpec(job, policies={"p": served.policy}))

@@ -13,7 +13,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -30,15 +30,15 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcage.cluster.errors import CouldNotRun
+from rollcage.cluster.exporter import telling
 from rollcage.cluster.host import HostClient, HostLoad, HostLost, HostSpec, Prepared, SandboxHost
+from rollcage.cluster.ray_names import NAMESPACE
 from rollcage.cluster.scratch import RAY, make_scratch, remove_scratch
 from rollcage.cluster.task_copies import pack_task
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.task import Task
 from rollcage.rollout.trajectory import Attempt
-
-NAMESPACE = "rollcage"
 
 CONCURRENT_CALLS = 20_000
 """More than one host can ever hold sandboxes; Ray's default for asyncio actors is 1,000."""
@@ -121,6 +121,31 @@ def _reach(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SEC).close()
 
 
+class HostActor(SandboxHost):
+    """A `SandboxHost` in a process of its own, that tells the cluster's exporter what it counts."""
+
+    def __init__(self, spec: HostSpec, exporter: Any = None) -> None:
+        super().__init__(spec)
+        self._job = spec.job
+        self._exporter = exporter
+        self._telling = AsyncExitStack()
+
+    async def open(self, after: str | None = None) -> str:
+        """See `SandboxHost.open`."""
+        name = await super().open(after)
+        if self._exporter is not None:
+            told = telling(self._exporter, name, self.counted, of=self._job)
+            await self._telling.enter_async_context(told)
+        return name
+
+    async def close(self) -> None:
+        """See `SandboxHost.close`."""
+        try:
+            await super().close()
+        finally:
+            await self._telling.aclose()
+
+
 class ActorHost:
     """A `SandboxHost` behind an actor; implements `HostClient`."""
 
@@ -201,18 +226,20 @@ async def alive_nodes() -> list[str]:
     return [node["NodeID"] for node in nodes if node["Alive"]]
 
 
-async def start_host(node_id: str, spec: HostSpec, *, after: str | None = None) -> ActorHost:
-    """A host on this node, in the place of the one called `after`.
+async def start_host(
+    node_id: str, spec: HostSpec, *, after: str | None = None, exporter: Any = None
+) -> ActorHost:
+    """A host on this node, in the place of the one called `after`. `exporter`: the actor that it tells its counts.
 
     Raises `SandboxError` where its engine does not answer, and `HostLost` where the actor cannot be had."""
     actor = (
-        ray.remote(SandboxHost)
+        ray.remote(HostActor)
         .options(
             num_cpus=0,
             max_concurrency=CONCURRENT_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(spec)
+        .remote(spec, exporter)
     )
     host = ActorHost(actor, node_id)
     await host.open(after)
@@ -222,14 +249,17 @@ async def start_host(node_id: str, spec: HostSpec, *, after: str | None = None) 
 class RayHosts:
     """A host on each node of the cluster, never two on one; implements the driver's `Hosts`.
 
-    `say` is told of nodes that cannot be hosts.
+    `say` is told of nodes that cannot be hosts. `exporter`: see `start_host`.
     """
 
     REPLACE_TRIES = 5
 
-    def __init__(self, spec: HostSpec, *, say: Callable[[str], None] = lambda _line: None) -> None:
+    def __init__(
+        self, spec: HostSpec, *, say: Callable[[str], None] = lambda _line: None, exporter: Any = None
+    ) -> None:
         self._spec = spec
         self._say = say
+        self._exporter = exporter
         self._taken: set[str] = set()
 
     async def start(self) -> list[HostClient]:
@@ -253,6 +283,8 @@ class RayHosts:
             for candidate in sorted(free, key=lambda name: name != node):
                 host = await self._try(candidate, after=lost.name)
                 if isinstance(host, ActorHost):
+                    if self._exporter is not None:
+                        self._exporter.end.remote(lost.name)
                     return host
                 self._say(f"no host in the place of {lost.name} yet: {host}")
         return None
@@ -260,7 +292,7 @@ class RayHosts:
     async def _try(self, node_id: str, after: str | None = None) -> ActorHost | RolloutError | HostLost:
         self._taken.add(node_id)
         try:
-            return await start_host(node_id, self._spec, after=after)
+            return await start_host(node_id, self._spec, after=after, exporter=self._exporter)
         except (RolloutError, HostLost) as error:
             self._taken.discard(node_id)
             return error

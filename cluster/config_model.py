@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rollcage.cluster.config_policies import PolicyConfig
 from rollcage.cluster.config_settings import Count, Seconds, Settings
+from rollcage.cluster.errors import InputError
 from rollcage.cluster.stream import MAX_LAG_GROUPS
 from rollcage.rollout.agents.base import load_agent
 from rollcage.rollout.sandbox.subnets import LEAST_RANGE_PREFIX
@@ -185,6 +187,60 @@ class RayConfig(Settings):
     )
 
 
+class MetricsConfig(Settings):
+    """What Prometheus can scrape. See docs/metrics.md. The cluster's first job starts the exporter; a later one finds
+    it as it is. Paths are of the head node."""
+
+    enabled: bool = Field(default=True, description="Count for Prometheus.")
+    listen: str | None = Field(
+        default=None,
+        description="HOST:PORT of the exporter; None: 127.0.0.1:9410, or another port where that is taken. vLLM's own "
+        "metrics are on any port of HOST.",
+    )
+    state: str | None = Field(
+        default=None, description="A directory for what was counted; None: it goes with the Ray cluster."
+    )
+    targets: str | None = Field(
+        default=None,
+        description="A directory for the file that Prometheus' file_sd_configs reads; None: rollcage/targets in the "
+        "user's state directory.",
+    )
+    user: str | None = Field(
+        default=None, description="Who may scrape (basic authentication); None: anybody."
+    )
+    password_env: str | None = Field(
+        default=None, description="The variable with the password, where the job is started."
+    )
+    certificate: str | None = Field(default=None, description="A PEM file: the exporter speaks TLS.")
+    key: str | None = Field(default=None, description="The certificate's.")
+
+    @field_validator("listen")
+    @classmethod
+    def _has_a_port(cls, listen: str | None) -> str | None:
+        if listen is not None:
+            host, _, port = listen.rpartition(":")
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise ValueError("must be HOST:PORT, such as 0.0.0.0:9410")
+        return listen
+
+    @model_validator(mode="after")
+    def _are_pairs(self) -> MetricsConfig:
+        if (self.user is None) != (self.password_env is None):
+            raise ValueError("user and password_env go together: set both, or none")
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key go together: set both, or none")
+        return self
+
+    def password(self) -> str | None:
+        """The user's, from the environment. Raises `InputError` where it is not there."""
+        if self.password_env is None:
+            return None
+        if password := os.environ.get(self.password_env):
+            return password
+        said = f"the variable {self.password_env} is not set: set it, or leave out user and password_env"
+        raise InputError(said).about("metrics", "password_env")
+
+
 class StreamConfig(Settings):
     """A job of `mode: stream`. See docs/feed.md."""
 
@@ -268,6 +324,7 @@ class JobConfig(Settings):
         default=SandboxConfig(), description="Containers, their limits and networks."
     )
     ray: RayConfig = Field(default=RayConfig(), description="Where the job's actors run.")
+    metrics: MetricsConfig = Field(default=MetricsConfig(), description="What Prometheus can scrape.")
 
     def policy_of(self, agent: AgentConfig) -> str | None:
         """The policy that the agent works with: its own, or the job's only one; None where it needs none."""

@@ -26,10 +26,12 @@ from rollcage.cluster.decisions import Assignment, Preparation, RolloutEnd, Roll
 from rollcage.cluster.drawing import Drawing
 from rollcage.cluster.host import HostClient, HostLost, Prepared
 from rollcage.cluster.ledger import Ledger
+from rollcage.cluster.ledger_rows import Group
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.progress import JobProgress
 from rollcage.cluster.records import UNWRITABLE, own_record, unknown, without_content
 from rollcage.cluster.scheduler import Scheduler
+from rollcage.metrics.job_counts import JobCounts, RolloutState
 from rollcage.rollout.outcome import BY_NAME, Domain, Evidence, Outcome
 from rollcage.rollout.trajectory import Attempt
 
@@ -69,10 +71,29 @@ class _Fault:
     evidence: Evidence
 
 
+def job_counts(plan: JobPlan) -> JobCounts:
+    """Those of the plan's driver, at 0."""
+    return JobCounts(
+        plan.job,
+        [agent.label for agent in plan.agents],
+        [agent.policy for agent in plan.agents if agent.policy is not None],
+    )
+
+
 class Driver:
     """One run of one job."""
 
-    def __init__(self, plan: JobPlan, ledger: Ledger, hosts: Hosts, progress: JobProgress) -> None:
+    def __init__(
+        self,
+        plan: JobPlan,
+        ledger: Ledger,
+        hosts: Hosts,
+        progress: JobProgress,
+        counts: JobCounts | None = None,
+    ) -> None:
+        self.counts = counts or job_counts(plan)
+        """What Prometheus is told of the job."""
+        self.groups_committed = 0
         self.begun = False
         """True once there was a host."""
         self.unclean: set[str] = set()
@@ -98,6 +119,8 @@ class Driver:
         if self._drawing is not None:
             self._drawing.committed = ledger.committed
         self._group_size = {agent.label: agent.samples for agent in plan.agents}
+        self._rewards: dict[Group, list[float]] = {}
+        """Of the valid rollouts of groups that are not committed yet."""
         self._last: dict[RolloutKey, Attempt] = {}
         self._evidence: dict[TaskKey, Evidence] = {
             broken.key: broken.evidence.mapped(progress.redact) for broken in plan.broken
@@ -122,6 +145,7 @@ class Driver:
             self.begun = True
             for broken in self._plan.broken:
                 self._scheduler.quarantine(broken.key, broken.error_class)
+                self.counts.quarantined(broken.error_class)
             self._check_quarantined()
             beside = [asyncio.create_task(self._steer())]
             if self._drawing is not None:
@@ -137,6 +161,17 @@ class Driver:
                 await asyncio.wait(beside)
         finally:
             await self._close()
+
+    def goes_on(self, rewards: Mapping[Group, list[float]]) -> None:
+        """The run has rollouts already: `rewards` are those of its open groups' valid ones. Before `run`."""
+        self._rewards.update(rewards)
+
+    def look(self) -> None:
+        """Bring the gauges of `counts` up to date."""
+        now = self._scheduler.counts()
+        self.counts.state(
+            RolloutState(now.waiting, now.delayed, now.in_flight), now.rollouts, sum(now.outcomes.values())
+        )
 
     def stop(self) -> None:
         """Take no more rollouts. Called again: cancel those that run, too. From the event loop's thread."""
@@ -209,6 +244,7 @@ class Driver:
         # What is prepared now may stand before what `next` finds idle, so the scheduler is asked on both sides.
         preparations = self._scheduler.prepare(now)
         for assignment in self._scheduler.next(now):
+            self.counts.dispatched()
             host = self._hosts[assignment.host]
             self._spawn(self._attempt(assignment, host), self._on_host[host.name])
         for preparation in preparations + self._scheduler.prepare(now):
@@ -261,6 +297,7 @@ class Driver:
         except UNWRITABLE as error:
             attempt = self._without_content(attempt, error)
             await self._ledger.record_attempt(attempt)
+        self.counts.attempt(attempt)
         end = self._scheduler.ended(
             assignment.attempt_id,
             attempt.outcome,
@@ -275,6 +312,7 @@ class Driver:
         if end.quarantined is not None:
             self._quarantined(end.quarantined, end.error_class, attempt.evidence)
         if not end.final:
+            self.counts.retried(end.error_class)
             self._progress.retried(end.error_class or "", self._scheduler.counts().in_flight)
             await self._drop_states(host, attempt)
 
@@ -400,11 +438,12 @@ class Driver:
     async def _settle(self) -> None:
         """Write the rollouts that ended, then commit the groups that are whole."""
         while ends := self._scheduler.finished():
-            groups = self._scheduler.groups_done()
+            groups = [(group.agent, group.task, group.draw) for group in self._scheduler.groups_done()]
             await asyncio.gather(*(self._write(end) for end in ends))
-            await asyncio.gather(
-                *(self._ledger.commit_group(group.agent, group.task, group.draw) for group in groups)
-            )
+            await asyncio.gather(*(self._ledger.commit_group(*group) for group in groups))
+            for group in groups:
+                self.counts.group(group[0], self._rewards.pop(group, ()), self._group_size[group[0]])
+            self.groups_committed += len(groups)
 
     async def _write(self, end: RolloutEnd) -> None:
         attempt = self._last.pop(end.key, None)
@@ -424,6 +463,10 @@ class Driver:
         except UNWRITABLE as error:
             attempt = self._without_content(attempt, error)
             await self._ledger.record_rollout(attempt, end.attempts, group_size)
+        self.counts.rollout(end.key.agent, attempt.outcome, attempt.error_class, trajectory=end.attempts > 0)
+        if attempt.reward_valid:
+            rewards = self._rewards.setdefault((end.key.agent, end.key.task, end.key.draw), [])
+            rewards.append(attempt.reward.value if attempt.reward is not None else 0.0)
 
     def _without_content(self, attempt: Attempt, error: Exception) -> Attempt:
         bare = without_content(attempt, error)
@@ -433,6 +476,7 @@ class Driver:
 
     def _quarantined(self, task: TaskKey, error_class: str | None, evidence: Evidence | None) -> None:
         self._evidence[task] = evidence or Evidence()
+        self.counts.quarantined(error_class)
         if self._drawing is not None:
             self._drawing.drop(task.name)
         first = self._evidence[task].message.partition("\n")[0][:300]

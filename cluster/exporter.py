@@ -1,19 +1,21 @@
 """The exporter as a detached Ray actor on the head node, and what tells it a source's counts.
 
-    exporter = start_exporter(ExporterConfig(state=Path("/var/lib/rollcage/exporter")))
-    async with telling(exporter, "demo-1a2b", counts.snapshot):
+    exporter = start_exporter(ExporterConfig())
+    async with telling(exporter, "demo-1a2b", snapshot):
         ...
 
-The actor outlives the jobs that it counts. Ray starts it again as often as it dies, and calls that its death met are
-made again: snapshots are cumulative and numbered, so that one which was taken in twice counts once.
+The actor outlives the jobs that it counts, as far as their Ray cluster does. Ray starts it again as often as it dies,
+and calls that its death met are made again: snapshots are cumulative and numbered, so that one which was taken in twice
+counts once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +25,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rollcage.cluster.actors import NAMESPACE
+from rollcage.cluster.ray_names import EXPORTER, NAMESPACE, reachable
 from rollcage.metrics.counts import Snapshot, UnknownLabel
 from rollcage.metrics.exporter import Exporter
-from rollcage.metrics.serving import PORT, serve
+from rollcage.metrics.serving import PORT, Server, serve
 from rollcage.metrics.targets import write_targets
-
-NAME = "exporter"
 
 SEND_SEC = 2.0
 """Between two snapshots of a source: less than any scrape interval in use."""
@@ -49,54 +49,79 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExporterConfig:
-    """`state` and `targets` are on the head node: where what was counted is kept, and the file for `file_sd_configs`.
-    The others are those of `serve`."""
+    """Paths are the head node's. `state`: a directory where what was counted is kept; None: among the files of Ray's
+    session, so that it goes with the cluster. `targets`: a directory for the file that Prometheus' `file_sd_configs`
+    reads, one for each exporter's port; None: no file. `port`: None: `PORT`, or a free one where that is taken. The
+    others are those of `serve`."""
 
     state: Path | None = None
     targets: Path | None = None
     host: str = "127.0.0.1"
-    port: int = PORT
+    port: int | None = None
     user: str | None = None
     password: str | None = None
     certificate: Path | None = None
     key: Path | None = None
+
+    def serve(self, exporter: Exporter, port: int) -> Server:
+        """See `serving.serve`."""
+        return serve(
+            exporter,
+            host=self.host,
+            port=port,
+            user=self.user,
+            password=self.password,
+            certificate=self.certificate,
+            key=self.key,
+        )
 
 
 class ExporterActor:
     """`Exporter` and its port, in a process of its own. Raises what these raise."""
 
     def __init__(self, config: ExporterConfig) -> None:
-        self._exporter = Exporter(config.state)
-        self._server = serve(
-            self._exporter,
-            host=config.host,
-            port=config.port,
-            user=config.user,
-            password=config.password,
-            certificate=config.certificate,
-            key=config.key,
-        )
-        self._address = f"{config.host}:{self._server.port}"
+        state = config.state or _session_directory()
+        self._exporter = Exporter(state)
+        self._server = _serve(self._exporter, config, state / "port")
+        self._address = f"{reachable(config.host)}:{self._server.port}"
         self._vllm: dict[str, tuple[str, ...]] = {}
-        self._look = Event()
-        if config.targets is not None:
-            Thread(target=self._keep_targets, args=(config.targets,), name="targets", daemon=True).start()
+        self._look, self._over = Event(), False
+        self._targets = None if config.targets is None else config.targets / f"{self._server.port}.json"
+        if self._targets is not None:
+            keeping = Thread(target=self._keep_targets, args=(self._targets,), name="targets", daemon=True)
+            keeping.start()
 
     def address(self) -> str:
         """Where it listens, as `host:port`."""
         return self._address
 
-    def accept(self, source: str, snapshot: Snapshot, incarnation: str, final: bool = False) -> None:
+    def targets(self) -> str | None:
+        """The file for `file_sd_configs`, on the head node."""
+        return None if self._targets is None else str(self._targets)
+
+    def accept(
+        self, source: str, snapshot: Snapshot, incarnation: str, final: bool = False, of: str = ""
+    ) -> None:
         """See `Exporter.accept`."""
-        self._exporter.accept(source, snapshot, incarnation=incarnation, final=final)
+        self._exporter.accept(source, snapshot, incarnation=incarnation, final=final, of=of)
+
+    def end(self, source: str) -> None:
+        """See `Exporter.end`."""
+        self._exporter.end(source)
 
     def set_vllm(self, source: str, addresses: tuple[str, ...]) -> None:
         """Where vLLM's own metrics of a source's replicas are; none once it has ended."""
         self._vllm[source] = addresses
         self._look.set()
 
+    def close(self) -> None:
+        """Its cluster is about to end: no Prometheus is to look for it any more."""
+        self._over = True
+        if self._targets is not None:
+            self._targets.unlink(missing_ok=True)
+
     def _keep_targets(self, path: Path) -> None:
-        while True:
+        while not self._over:
             self._look.clear()
             ray_s = [
                 f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
@@ -108,13 +133,35 @@ class ExporterActor:
             self._look.wait(TARGETS_SEC)
 
 
+def _session_directory() -> Path:
+    context: Any = ray.get_runtime_context()
+    return Path(str(context.get_temp_dir())) / str(context.get_session_name()) / "rollcage-metrics"
+
+
+def _serve(exporter: Exporter, config: ExporterConfig, memory: Path) -> Server:
+    """On the port that is asked for; else on that of the life before, which `memory` has, or `PORT`, or a free one.
+    Raises as `serve`."""
+    if config.port is not None:
+        return config.serve(exporter, config.port)
+    wanted = int(memory.read_text()) if memory.is_file() else PORT
+    try:
+        server = config.serve(exporter, wanted)
+    except OSError:
+        server = config.serve(exporter, 0)
+    temporary = memory.with_suffix(".new")
+    temporary.write_text(str(server.port))
+    os.replace(temporary, memory)
+    return server
+
+
 def start_exporter(config: ExporterConfig) -> Any:
-    """The cluster's exporter: the one that there is, whatever its configuration, or a new one. Raises `RayError` where
-    it cannot start (its port is taken, its state cannot be read)."""
-    exporter = (
+    """The cluster's exporter: the one that there is, whatever its configuration, or a new one. It may be starting
+    still: whoever awaits an answer of it meets `RayError` where it cannot (its port is taken, its state cannot be
+    read)."""
+    return (
         ray.remote(ExporterActor)
         .options(
-            name=NAME,
+            name=EXPORTER,
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -125,25 +172,30 @@ def start_exporter(config: ExporterConfig) -> Any:
         )
         .remote(config)
     )
-    ray.get(exporter.address.remote())
-    return exporter
 
 
 @asynccontextmanager
-async def telling(exporter: Any, source: str, snapshot: Callable[[], Snapshot]) -> AsyncIterator[None]:
-    """Inside the block the exporter is told every `SEND_SEC` what `source` has counted, and once more at its end.
+async def telling(
+    exporter: Any, source: str, snapshot: Callable[[], Awaitable[Snapshot]], *, of: str = ""
+) -> AsyncIterator[None]:
+    """Inside the block the exporter is told every `SEND_SEC` what `source` has counted, and once more at its end. `of`:
+    a host's job.
 
-    An exporter that does not answer, or refuses the source, is logged and harms nobody: counting is no reason for a
-    job to fail.
+    An exporter that does not answer, or refuses the source, is logged, once for each reason, and harms nobody: counting
+    is no reason for a job to fail.
     """
     incarnation = secrets.token_hex(8)
+    said: set[str] = set()
 
     async def tell(*, final: bool = False) -> None:
         try:
             async with asyncio.timeout(ANSWER_SEC):
-                await exporter.accept.remote(source, snapshot(), incarnation, final)
+                await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
         except (RayError, TimeoutError, UnknownLabel) as error:
-            _log.warning("the exporter did not take what %s has counted: %s", source, error)
+            why = f"{type(error).__name__}: {error}"
+            if why not in said:
+                said.add(why)
+                _log.warning("the exporter did not take what %s has counted: %s", source, why)
 
     async def keep_telling() -> None:
         while True:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from rollcage.cluster.scratch import remove_abandoned
 from rollcage.cluster.task_copies import TaskCopies
+from rollcage.metrics.counts import Snapshot
+from rollcage.metrics.host_counts import HostCounts
 from rollcage.rollout.outcome import Evidence, RolloutError, SandboxError
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.regrade import regrade_attempt
@@ -23,10 +26,10 @@ from rollcage.rollout.rollout import AttemptSpec, least_seconds, run_attempt
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.images import BuiltImage
 from rollcage.rollout.sandbox.pool import Expected, SandboxPool, SandboxSettings
-from rollcage.rollout.sandbox.reaper import host_name, reap, reap_dead
+from rollcage.rollout.sandbox.reaper import host_name, left_over, reap, reap_dead
 from rollcage.rollout.sandbox.states import SavedState, list_states
 from rollcage.rollout.sandbox.traits import check_runtime, engine_traits
-from rollcage.rollout.task import Task, redactor
+from rollcage.rollout.task import Environment, Task, redactor
 from rollcage.rollout.trajectory import Attempt, Trajectory
 from rollcage.verifier.verify import TestsVerifier
 
@@ -130,6 +133,7 @@ class SandboxHost:
         self._least_sec: dict[str, float] = {}
         self._copies = TaskCopies()
         self._reaping: asyncio.Task[None] | None = None
+        self._counts = HostCounts(self.name)
 
     async def open(self, after: str | None = None) -> str:
         """Reach the engine and return this host's name. What is past its deadline there is removed, and
@@ -151,7 +155,9 @@ class SandboxHost:
         except BaseException:
             self._engine.close()
             raise
-        self._pool = SandboxPool(self._engine, spec.sandbox, host=self.name, job=spec.job)
+        self._pool = SandboxPool(
+            self._engine, spec.sandbox, host=self.name, job=spec.job, listener=self._counts
+        )
         await self._check_networks()
         self._verifier = TestsVerifier(
             environ=spec.sandbox.environ,
@@ -164,7 +170,8 @@ class SandboxHost:
 
     async def _clear_up(self) -> None:
         """Remove what the dead left. Raises `SandboxError`."""
-        await reap_dead(self._engine, now=time.time())
+        self._counts.reaped(asdict(await reap_dead(self._engine, now=time.time())))
+        self._counts.leaked(asdict(await left_over(self._engine)))
         await asyncio.to_thread(remove_abandoned)
 
     async def _keep_clear(self) -> None:
@@ -214,11 +221,20 @@ class SandboxHost:
                 return False
             self._tasks[task.digest] = local
             self._note_cpus(local)
-        self._images[task.digest] = await self._pool.image(local.environment, task.name)
+        self._images[task.digest] = await self._image(local.environment, task.name)
         for step in local.steps:
             if step.verifier.environment is not None:
-                await self._pool.image(step.verifier.environment, f"{task.name} (verifier)")
+                await self._image(step.verifier.environment, f"{task.name} (verifier)")
         return True
+
+    async def _image(self, environment: Environment, task: str) -> BuiltImage:
+        try:
+            image = await self._pool.image(environment, task)
+        except RolloutError as error:
+            self._counts.image_failed(error.error_class)
+            raise
+        self._counts.image(image.build_seconds, built=image.built)
+        return image
 
     def _note_cpus(self, task: Task) -> None:
         wanted, there = task.environment.cpus, self._traits.cpus
@@ -268,6 +284,23 @@ class SandboxHost:
 
     async def drop_states(self, attempt_id: str) -> None:
         await self._pool.states.drop(attempt_id)
+
+    async def counted(self) -> Snapshot:
+        """What this host has counted since it was made, and how it is now. After `open`."""
+        counts, pool = self._counts, self._pool
+        counts.sandboxes(warm=len(pool.stock), in_use=pool.in_use, removing=pool.removing)
+        net = pool.networks.capacity()
+        counts.networks(
+            {"shared": net.leases, "private": net.private, "allowlist": net.allowlists},
+            {"shared": net.leases_possible, "private": net.small_possible, "allowlist": net.small_possible},
+            bridges=net.bridges,
+            ports_in_use=net.leases,
+        )
+        with suppress(
+            SandboxError
+        ):  # an engine that is down says nothing of its disk, and the last word stays
+            counts.disk(await pool.free_disk())
+        return counts.snapshot()
 
     async def saved_states(self) -> list[SavedState]:
         """All that this engine has. Raises `SandboxError`."""

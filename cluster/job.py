@@ -25,6 +25,7 @@ from rollcage.cluster.client_policies import asked_policies, model_path
 from rollcage.cluster.config import JobConfig, VllmPolicyConfig, read_job
 from rollcage.cluster.config_source import Source
 from rollcage.cluster.control_requests import job_control
+from rollcage.cluster.earlier import count_earlier
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
 from rollcage.cluster.ledger import Ledger
@@ -141,7 +142,8 @@ def carry_out(
     *,
     going_on: GoingOn | None = None,
 ) -> RunResult:
-    """Run a plan into an open ledger. Raises `CouldNotRun` and `KeyboardInterrupt` as `run_job`."""
+    """Run a plan into an open ledger. Raises `InputError`, `CouldNotRun` and `KeyboardInterrupt` as `run_job`."""
+    config.metrics.password()
     try:
         interrupted = asyncio.run(_run(config, plan, clients, ledger, console, going_on))
     except asyncio.CancelledError:
@@ -224,12 +226,16 @@ async def _run(
             await stack.enter_async_context(_ray(config, interrupts))
             from rollcage.cluster.actors import RayHosts
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
+            from rollcage.cluster.job_metrics import JobMetrics
 
+            metrics = JobMetrics(config.metrics, plan.job, progress.say)
+            stack.push_async_callback(metrics.close, ray_ends=config.ray.address is None)
             clients, budgets = await stack.enter_async_context(shared_budgets(scripted))
-            served = await stack.enter_async_context(_served_policies(config, progress))
+            served = await stack.enter_async_context(_served_policies(config, progress, metrics.vllm))
             await stack.enter_async_context(control.serving(served))
             engines = {name: policy.policy for name, policy in served.items()}
-            hosts = RayHosts(host_spec(config, plan, {**clients, **engines}), say=progress.say)
+            spec = host_spec(config, plan, {**clients, **engines})
+            hosts = RayHosts(spec, say=progress.say, exporter=metrics.exporter)
             driver = Driver(plan, ledger, hosts, progress)
             control.steers(driver)
             interrupts.then(driver.stop, STOPPING)
@@ -247,7 +253,9 @@ async def _run(
                 if going_on is not None:
                     to_run = {place[:3] for place in plan.chosen or ()}
                     await ledger.reopen(going_on.record, going_on.withdrawn, to_run)
-                async with stopping_when_spent(budgets, run_out):
+                    counting = asyncio.to_thread(count_earlier, ledger.location, driver.counts, to_run)
+                    driver.goes_on(await counting)
+                async with stopping_when_spent(budgets, run_out), metrics.told(driver, ledger, served):
                     await driver.run()
             except (RolloutError, HostLost) as error:
                 failure = error
@@ -325,7 +333,7 @@ async def _clean_up(hosts: set[str], config: JobConfig, plan: JobPlan, progress:
 
 @asynccontextmanager
 async def _served_policies(
-    config: JobConfig, progress: JobProgress
+    config: JobConfig, progress: JobProgress, metrics: Mapping[str, Any] | None
 ) -> AsyncIterator[dict[str, ServedPolicy]]:
     """The policies that vLLM serves, started side by side, ready to answer; stopped when the block ends. Raises
     `InputError` and `CouldNotRun`, where one of them fails; then the others are stopped."""
@@ -342,7 +350,7 @@ async def _served_policies(
             started = time.monotonic()
             progress.say(f"starting policy {name}: {policy.model} in {policy.replicas} replica(s) of vLLM")
             model = await asyncio.to_thread(model_path, policy.model)
-            served = ServedPolicy(name, policy, model, say=progress.say)
+            served = ServedPolicy(name, policy, model, say=progress.say, metrics=metrics)
             await served.start()
             stack.push_async_callback(served.close)
             progress.say(f"policy {name} is ready after {time.monotonic() - started:.0f} s")

@@ -83,6 +83,9 @@ class Ledger:
         self._calls: list[Call] = []
         self._flusher: asyncio.Task[None] | None = None
         self._unmerged = FAN
+        self.commits = 0
+        """Shards written by this process, and their bytes."""
+        self.written_bytes = 0
         """Shards written since there was last looked for some to merge; at the start nobody has looked."""
         self._merging: asyncio.Task[None] | None = None
         self._closing = threading.Event()
@@ -281,8 +284,12 @@ class Ledger:
         held = self._held[table]
         groups = [group for group in groups if group in held]
         if groups:
-            self.location.write_shard(table, [b for group in groups for b in joined(held[group], table)])
+            path = self.location.write_shard(
+                table, [batch for group in groups for batch in joined(held[group], table)]
+            )
             self._unmerged += 1
+            self.commits += 1
+            self.written_bytes += self.location.filesystem.get_file_info(path).size
         for group in groups:
             del held[group]
 

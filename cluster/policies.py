@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -40,8 +41,8 @@ CLOSE_SEC = 60.0
 class ServedPolicy:
     """See the module. `policy` is what hosts are given; it is there once `start` has returned.
 
-    `model` is what vLLM is to load for `config.model`. `say` is shown progress and losses, a line each. Raises
-    `InputError` for settings that contradict each other.
+    `model` is what vLLM is to load for `config.model`. `say` is shown progress and losses, a line each. `metrics`: see
+    `ReplicaSettings`. Raises `InputError` for settings that contradict each other.
     """
 
     policy: TokenPolicy
@@ -55,6 +56,7 @@ class ServedPolicy:
         say: Callable[[str], None] = lambda _line: None,
         make_engine: MakeEngine = vllm_engine,
         check_sec: float = CHECK_SEC,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self._config = config
@@ -62,7 +64,7 @@ class ServedPolicy:
             self._placement = placement_of(config)
         except InputError as error:
             raise InputError(f"policies.{name}: {error}") from error
-        self._settings = replica_settings(config, model, self._placement, check_sec)
+        self._settings = replace(replica_settings(config, model, self._placement, check_sec), metrics=metrics)
         self._make_engine = make_engine
         self._say_line = say
         self._weights = Weights(config.version)
@@ -166,6 +168,7 @@ class ServedPolicy:
                 "sessions": self._sessions.get(number, 0),
                 "restarts": replica.restarts,
                 "said": replica.status.said,
+                "metrics": replica.status.metrics,
             }
             for number, replica in sorted(self._replicas.items())
         ]

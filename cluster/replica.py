@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rollcage.cluster.engine_life import EngineLife
+from rollcage.cluster.ray_names import reachable
 from rollcage.cluster.replica_protocol import (
     Draining,
     Engine,
@@ -30,6 +31,7 @@ from rollcage.cluster.replica_protocol import (
     ReplicaStatus,
     Weights,
 )
+from rollcage.metrics.serving import serve_process
 from rollcage.rollout.outcome import PolicyError, RolloutError
 from rollcage.rollout.policies.base import Sampling, Structure, Tool
 from rollcage.rollout.policies.engine import Generation
@@ -84,6 +86,10 @@ class PolicyReplica:
         if settings.threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(settings.threads or cpu_threads())
         os.environ.update(settings.environment)
+        self._metrics = ""
+        if settings.metrics is not None:
+            port = serve_process(**settings.metrics).port
+            self._metrics = f"{reachable(settings.metrics['host'])}:{port}"
 
     async def start(self, weights: Weights) -> ReplicaInfo:
         """Start the engine, once, and wait until it generates. Raises what the engine's start raises: `ValueError` for
@@ -174,6 +180,7 @@ class PolicyReplica:
             waiting=life.waiting + queued,
             restarts=self._restarts,
             said=self._said,
+            metrics=self._metrics,
         )
 
     async def drain(self) -> None:

@@ -54,6 +54,9 @@ class ReplicaSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     health_sec: float = 30.0
     check_sec: float = CHECK_SEC
+    metrics: Mapping[str, Any] | None = None
+    """`host`, `user` and `password` of `metrics.serving.serve`, by which the engine's own metrics are scraped; None:
+    they are not."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class ReplicaStatus:
     waiting: int = 0
     restarts: int = 0
     said: str = ""
+    metrics: str = ""
+    """Where the engine's own metrics are, as `host:port`."""
 
 
 class Draining(Exception):

@@ -84,14 +84,27 @@ class Counts:
         self._sent = 0
         self._values: dict[str, dict[Labels, float]] = {}
         self._histograms: dict[str, dict[Labels, Buckets]] = {}
+        self._add_series()
+
+    def declare(self, label: str, value: str) -> None:
+        """Have one more value of a declared label. Raises `UnknownLabel` where that is one too many."""
+        declared = {**self.declared, label: tuple(dict.fromkeys((*self.declared.get(label, ()), value)))}
+        check_declared(declared)
+        self.declared = declared
+        self._add_series()
+
+    def _add_series(self) -> None:
+        """Those that are missing, at 0."""
         for family in FAMILIES:
-            if family.sender is not sender:
+            if family.sender is not self.sender:
                 continue
             series = list(family.series(self.declared))
             if family.kind is Kind.HISTOGRAM:
-                self._histograms[family.name] = {labels: _empty(family) for labels in series}
+                empty = {labels: _empty(family) for labels in series}
+                self._histograms[family.name] = empty | self._histograms.get(family.name, {})
             else:
-                self._values[family.name] = dict.fromkeys(series, 0.0)
+                zero = dict.fromkeys(series, 0.0)
+                self._values[family.name] = zero | self._values.get(family.name, {})
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
         """Count `amount` more. Raises `UnknownLabel`, and `ValueError` for less than nothing."""

@@ -24,6 +24,8 @@ from rollcage.rollout.trajectory import Phase
 PREFIX = "rollcage_"
 NONE = "none"
 """The error class, and its domain, of an attempt that simply passed or failed."""
+OTHER = "other"
+"""What agents and policies are counted as that are too many to be labels of their own."""
 
 
 class Kind(StrEnum):
@@ -179,7 +181,7 @@ FAMILIES: tuple[Family, ...] = (
          combinations=_ENDINGS, ledger=True),
     _job("retries", C, "Attempts that are tried again, by what ended them.", *_ERROR,
          combinations=_FAULTS, ledger=True),
-    _job("tasks_quarantined", C, "Tasks taken out of a job, by why.", *_ERROR, combinations=_FAULTS),
+    _job("tasks_quarantined", C, "Tasks taken out of a job that runs, by why.", *_ERROR, combinations=_FAULTS),
     _job("attempts_dispatched", C, "Attempts begun: at any scrape those ended, abandoned and in flight together.",
          ledger=True),
     _job("attempts_ended", C, "Attempts that ended and are in the ledger.", ledger=True),

@@ -10,12 +10,14 @@ changes nothing. Invariants:
 - A source that starts again (another incarnation) begins at 0: what the earlier one had counted is added for good.
 - But a job's counters that follow from its ledger (`Family.ledger`) begin where the ledger is, and take the place of
   the dead driver's. What that one had in flight and never wrote is `attempts_abandoned`, so that
-  dispatched = ended + abandoned + in flight at every scrape, and no counter falls.
+  dispatched = ended + abandoned + in flight at every scrape. Rollouts that had ended and are run again end twice, and
+  are counted twice. So no counter falls.
 - What has been accepted outlives the exporter's process, in `state` (`sources.py`). Without it the exporter forgets,
   and only sources that still send are there after it starts again. Its own counters are its process's and begin at 0.
 - Gauges are those of sources that are heard. A host that is silent for `SILENT_SEC` has `host_up` 0 and no other gauge;
-  a job keeps its gauges until it ends (one that died with work open is what an alert is for). Both are forgotten at
-  last, see `FORGET_SEC`; attempts that a job had in flight are abandoned then.
+  a job keeps its gauges until it ends (one that died with work open is what an alert is for). A host of a job that is
+  silent too has died with it, and no gauge. Both are forgotten at last, see `FORGET_SEC`; attempts that a job had in
+  flight are abandoned then.
 """
 
 from __future__ import annotations
@@ -60,9 +62,11 @@ class Exporter(Collector):
             state.mkdir(parents=True, exist_ok=True)
             self._sources = {source.name: source for source in sources.read_all(state)}
 
-    def accept(self, source: str, snapshot: Snapshot, *, incarnation: str, final: bool = False) -> None:
-        """Take in what `source` has counted. `final`: it sends no more, and its gauges go. One that is late (a later
-        one of the same source has come) changes nothing.
+    def accept(
+        self, source: str, snapshot: Snapshot, *, incarnation: str, final: bool = False, of: str = ""
+    ) -> None:
+        """Take in what `source` has counted. `final`: it sends no more, and its gauges go. `of`: of a host, the job
+        that it works for. One that is late (a later one of the same source has come) changes nothing.
 
         Raises `UnknownLabel` for a series that there is not, and where all sources together have more values of a label
         than it may have; nothing has changed then.
@@ -74,7 +78,7 @@ class Exporter(Collector):
             now = self._clock()
             self._own.add("exporter_snapshots", snapshot.sender.value)
             if held is None:
-                held = self._sources[source] = Source(source, incarnation, snapshot, now)
+                held = self._sources[source] = Source(source, incarnation, snapshot, now, of)
             elif held.incarnation == incarnation:
                 if snapshot.number <= held.last.number and not final:
                     return
@@ -83,7 +87,8 @@ class Exporter(Collector):
             elif incarnation in held.past:
                 return
             else:
-                held.base = _sum(_lasting(one) for one in (held.base, held.last) if one is not None)
+                parts = (held.base, _lasting(held.last), _ended_again(held.last, snapshot))
+                held.base = _sum(one for one in parts if one is not None)
                 dispatched = held.dispatched
                 held.past = [*held.past, held.incarnation][-PAST:]
                 held.incarnation, held.last, held.ended = incarnation, snapshot, False
@@ -115,7 +120,7 @@ class Exporter(Collector):
             self._look_at(now)
             held = list(self._sources.values())
             counted = [_counters(one) for source in held for one in (source.base, source.last) if one]
-            gauges = [_gauges(source, now) for source in held]
+            gauges = [self._gauges(source, now) for source in held]
             abandoned = sum(source.abandoned for source in held)
             whole = _sum([*counted, *gauges, self._own.snapshot()])
         for name in ("attempts_dispatched", "attempts_abandoned"):
@@ -128,6 +133,36 @@ class Exporter(Collector):
         """The families, without samples."""
         for family in FAMILIES:
             yield _metric(family, Snapshot(family.sender, {}), empty=True)
+
+    def end(self, source: str) -> None:
+        """`source` is known to be gone, and what it was doing is looked after: its gauges go."""
+        with self._lock:
+            held = self._sources.get(source)
+            if held is not None:
+                held.end()
+                if self._state is not None:
+                    sources.write(self._state, held)
+
+    def _gauges(self, source: Source, now: float) -> Snapshot:
+        """Those that the source has now."""
+        snapshot = source.last
+        values: dict[str, dict[Labels, float]] = {}
+        silent = snapshot.sender is Sender.HOST and now - source.heard_at > SILENT_SEC
+        if source.ended or (silent and self._is_gone(source.of, now)):
+            return Snapshot(snapshot.sender, snapshot.declared)
+        for family in FAMILIES:
+            series = snapshot.values.get(family.name)
+            if family.kind is not Kind.GAUGE or series is None:
+                continue
+            if not silent:
+                values[family.name] = series
+            elif family.silent is not None:
+                values[family.name] = dict.fromkeys(series, family.silent)
+        return Snapshot(snapshot.sender, snapshot.declared, values)
+
+    def _is_gone(self, job: str, now: float) -> bool:
+        held = self._sources.get(job)
+        return held is not None and (held.ended or now - held.heard_at > SILENT_SEC)
 
     def _look_at(self, now: float) -> None:
         """Say who is there, and forget those that have been silent for long (their counters stay)."""
@@ -159,20 +194,17 @@ def _lasting(snapshot: Snapshot) -> Snapshot:
     return Snapshot(snapshot.sender, snapshot.declared, values, snapshot.histograms)
 
 
-def _gauges(source: Source, now: float) -> Snapshot:
-    """Those that the source has now."""
-    snapshot = source.last
+def _ended_again(before: Snapshot, now: Snapshot) -> Snapshot:
+    """What `before` had of its ledger that the ledger has no more: rollouts that are run again. Attempts stay there."""
     values: dict[str, dict[Labels, float]] = {}
-    silent = snapshot.sender is Sender.HOST and now - source.heard_at > SILENT_SEC
-    for family in FAMILIES:
-        series = snapshot.values.get(family.name)
-        if family.kind is not Kind.GAUGE or series is None or source.ended:
-            continue
-        if not silent:
-            values[family.name] = series
-        elif family.silent is not None:
-            values[family.name] = dict.fromkeys(series, family.silent)
-    return Snapshot(snapshot.sender, snapshot.declared, values)
+    for name in _OF_THE_LEDGER - {"attempts_dispatched"}:
+        there = now.values.get(name, {})
+        values[name] = {
+            labels: value - there.get(labels, 0.0)
+            for labels, value in before.values.get(name, {}).items()
+            if value > there.get(labels, 0.0)
+        }
+    return Snapshot(before.sender, before.declared, values)
 
 
 def _sum(snapshots: Iterable[Snapshot]) -> Snapshot:

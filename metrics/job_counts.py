@@ -2,19 +2,22 @@
 
 Each method is one event of the driver, told after the ledger has it, so that what is counted is what is written.
 `resumed` counts a run that an earlier driver has begun, from its ledger's columns.
+
+Counting ends no job: where a job has more agents or policies than a label may have values, those past the limit are
+counted as `other`; and what a server or an agent of a user's own says is taken as 0 where it is below 0 or no number.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollcage.metrics.counts import Counts, Snapshot
-from rollcage.metrics.definitions import NONE, Sender
+from rollcage.metrics.definitions import MOST, NONE, OTHER, Sender
 from rollcage.rollout.outcome import BY_NAME, Outcome
-from rollcage.rollout.trajectory import Attempt
+from rollcage.rollout.trajectory import Attempt, Turn
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,9 @@ class JobCounts:
 
     def __init__(self, job: str, agents: Sequence[str], policies: Sequence[str]) -> None:
         self._job = job
-        self._counts = Counts(Sender.JOB, {"agent": agents, "policy": policies, "job_id": [job]})
+        self._agents, self._policies = _named(agents, "agent"), _named(policies, "policy")
+        declared = {"agent": self._agents.values(), "policy": self._policies.values(), "job_id": [job]}
+        self._counts = Counts(Sender.JOB, declared)
         now = time.time()
         for name in ("job_started_timestamp_seconds", "job_progress_timestamp_seconds"):
             self._counts.set(name, now, job)
@@ -46,50 +51,53 @@ class JobCounts:
 
     def attempt(self, attempt: Attempt) -> None:
         """An attempt ended and is in the ledger."""
-        counts = self._counts
+        counts, agent = self._counts, self._agents[attempt.agent]
         counts.add("attempts_ended")
         self._in_flight(-1)
-        counts.add("attempts", *ending(attempt.outcome, attempt.error_class), attempt.agent)
+        counts.add("attempts", *ending(attempt.outcome, attempt.error_class), agent)
         for phase, seconds in attempt.phases.items():
-            counts.observe("phase_seconds", seconds, phase)
-        counts.add("infra_lost_seconds", amount=attempt.infra_seconds)
+            counts.observe("phase_seconds", _sane(seconds), phase)
+        counts.add("infra_lost_seconds", amount=_sane(attempt.infra_seconds))
         turns = attempt.trajectory.turns if attempt.trajectory else []
         for turn in turns:
-            policy = turn.policy or attempt.policy
-            if policy:
-                counts.add("policy_turns", policy)
-                counts.add("policy_malformed_turns", policy, amount=turn.malformed)
-                counts.add("policy_tokens", "prompt", policy, amount=turn.prompt_tokens)
-                counts.add("policy_tokens", "cached", policy, amount=turn.cached_tokens)
-                counts.add("policy_tokens", "completion", policy, amount=turn.completion_tokens)
-                counts.observe("policy_queue_seconds", turn.queue_seconds, policy)
-                counts.observe("policy_generate_seconds", turn.generate_seconds, policy)
-                counts.add("policy_cost_usd", policy, amount=turn.cost_usd or 0.0)
-                self._versions[policy] = max(self._versions.get(policy, 0), turn.policy_version_end)
+            if policy := self._policies.get(turn.policy or attempt.policy or ""):
+                self._turn(turn, policy)
             for command in turn.commands:
                 size = len(command.stdout.encode(errors="replace")) + len(
                     command.stderr.encode(errors="replace")
                 )
-                counts.add("commands", attempt.agent)
-                counts.observe("command_seconds", command.seconds)
-                counts.add("command_output_bytes", amount=size + command.omitted_bytes)
-        if turns and (policy := turns[0].policy or attempt.policy):
-            behind = self._versions[policy] - min(turn.policy_version for turn in turns)
-            counts.observe("policy_staleness_versions", behind, policy)
+                counts.add("commands", agent)
+                counts.observe("command_seconds", _sane(command.seconds))
+                counts.add("command_output_bytes", amount=size + _sane(command.omitted_bytes))
+        if turns and (policy := self._policies.get(turns[0].policy or attempt.policy or "")):
+            behind = self._versions.get(policy, 0) - min(turn.policy_version for turn in turns)
+            counts.observe("policy_staleness_versions", _sane(behind), policy)
+
+    def _turn(self, turn: Turn, policy: str) -> None:
+        counts = self._counts
+        counts.add("policy_turns", policy)
+        counts.add("policy_malformed_turns", policy, amount=turn.malformed)
+        counts.add("policy_tokens", "prompt", policy, amount=_sane(turn.prompt_tokens))
+        counts.add("policy_tokens", "cached", policy, amount=_sane(turn.cached_tokens))
+        counts.add("policy_tokens", "completion", policy, amount=_sane(turn.completion_tokens))
+        counts.observe("policy_queue_seconds", _sane(turn.queue_seconds), policy)
+        counts.observe("policy_generate_seconds", _sane(turn.generate_seconds), policy)
+        counts.add("policy_cost_usd", policy, amount=_sane(turn.cost_usd or 0.0))
+        self._versions[policy] = max(self._versions.get(policy, 0), turn.policy_version_end)
 
     def retried(self, error_class: str | None) -> None:
         """The attempt that ended last is not its rollout's last."""
         self._counts.add("retries", *fault(error_class))
 
     def rollout(self, agent: str, outcome: Outcome, error_class: str | None, *, trajectory: bool) -> None:
-        """A rollout ended and is in the ledger."""
-        self._counts.add("rollouts", *ending(outcome, error_class), agent)
+        """A rollout ended and is in the ledger. `trajectory`: attempts were made at it."""
+        self._counts.add("rollouts", *ending(outcome, error_class), self._agents[agent])
         self._counts.add("trajectories_written", amount=trajectory)
         self._counts.set("job_progress_timestamp_seconds", time.time(), self._job)
 
     def group(self, agent: str, rewards: Sequence[float], size: int) -> None:
         """A group was committed: `rewards` of its valid rollouts, and how many samples were wanted."""
-        complete = len(rewards) >= size
+        complete, agent = len(rewards) >= size, self._agents[agent]
         self._counts.add("groups", "complete" if complete else "short", agent)
         self._counts.add(
             "groups_zero_variance", agent, amount=complete and size > 1 and len(set(rewards)) == 1
@@ -125,6 +133,7 @@ class JobCounts:
         restarts: int,
     ) -> None:
         """How a policy that vLLM serves does. `replicas`: how many are in each state."""
+        name = self._policies[name]
         self._counts.set("policy_version", version, name)
         self._counts.set("policy_requests", running, "running", name)
         self._counts.set("policy_requests", waiting, "waiting", name)
@@ -148,34 +157,52 @@ class JobCounts:
 
     def resumed(
         self,
-        attempts: Iterable[tuple[str, str, str | None]],
-        rollouts: Iterable[tuple[str, str, str | None, int]],
+        attempts: Iterable[tuple[str, str, str, str | None]],
+        rollouts: Iterable[tuple[str, str, str, str | None, int]],
         groups: Iterable[tuple[str, Sequence[float], int]],
     ) -> None:
-        """Count what a run held when it was opened. `attempts`: (agent, outcome, error class) of each. `rollouts`:
-        the same and how many attempts it took (0: none decided it). `groups`: (agent, valid rewards, size) of each that
-        was committed."""
-        failed: Counter[str] = Counter()
+        """Count what a run held when it was opened, before the first snapshot. `attempts`: (id, agent, outcome, error
+        class) of each. `rollouts`: the same, with the id of the attempt that decided it, and how many attempts it took.
+        `groups`: (agent, valid rewards, size) of each that was committed. An agent that the job has no more counts as
+        `other`."""
+        failed: dict[str, str | None] = {}
         number = 0
-        for agent, outcome, error_class in attempts:
+        for attempt_id, agent, outcome, error_class in attempts:
             number += 1
-            self._counts.add("attempts", *ending(Outcome(outcome), error_class), agent)
+            self._counts.add("attempts", *ending(Outcome(outcome), error_class), self._known(agent))
             if outcome == Outcome.INVALID:
-                failed[error_class or "internal_error"] += 1
+                failed[attempt_id] = error_class
         self._counts.add("attempts_dispatched", amount=number)
         self._counts.add("attempts_ended", amount=number)
-        for agent, outcome, error_class, taken in rollouts:
-            self._counts.add("rollouts", *ending(Outcome(outcome), error_class), agent)
+        for attempt_id, agent, outcome, error_class, taken in rollouts:
+            self._counts.add("rollouts", *ending(Outcome(outcome), error_class), self._known(agent))
             self._counts.add("trajectories_written", amount=taken > 0)
-            if outcome == Outcome.INVALID and taken and failed[error_class or "internal_error"]:
-                failed[error_class or "internal_error"] -= 1
-        for error_class, count in failed.items():
-            self._counts.add("retries", *fault(error_class), amount=count)
+            failed.pop(attempt_id, None)
+        for error_class in failed.values():
+            self.retried(error_class)
         for agent, rewards, size in groups:
+            self._known(agent)
             self.group(agent, rewards, size)
+
+    def _known(self, agent: str) -> str:
+        """The label of an agent of the run, which the job may have no more."""
+        if agent not in self._agents:
+            self._agents[agent] = OTHER
+            self._counts.declare("agent", OTHER)
+        return self._agents[agent]
 
     def _in_flight(self, change: int) -> None:
         self._counts.set("attempts_in_flight", self._counts.value("attempts_in_flight") + change)
+
+
+def _named(names: Iterable[str], label: str) -> dict[str, str]:
+    """The label of each name: itself, or `OTHER` of those past what the label may have beside that one."""
+    keep = MOST[label] - 1
+    return {name: name if number < keep else OTHER for number, name in enumerate(dict.fromkeys(names))}
+
+
+def _sane(amount: float) -> float:
+    return amount if math.isfinite(amount) and amount > 0 else 0.0
 
 
 def ending(outcome: Outcome, error_class: str | None) -> tuple[str, str, str]:

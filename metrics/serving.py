@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
@@ -91,6 +91,12 @@ def serve(
     thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     return Server(server, thread)
+
+
+def serve_process(**settings: Any) -> Server:
+    """Answer scrapes with what libraries of this process have put into `prometheus_client`'s own registry, as vLLM
+    does, on any free port. `settings` are those of `serve`; its errors are raised."""
+    return serve(REGISTRY, port=0, **settings)
 
 
 def _guarded(app: Callable[..., Any], credentials: str) -> Callable[..., Any]:

@@ -24,12 +24,13 @@ PAST = 64
 @dataclass
 class Source:
     """What is held of one source. `base` is what its earlier incarnations counted, `past` are their names, the last of
-    them last. `abandoned` are a job's attempts that are in no snapshot any more and ended never."""
+    them last. `of`: a host's job. `abandoned` are a job's attempts that are in no snapshot any more and ended never."""
 
     name: str
     incarnation: str
     last: Snapshot
     heard_at: float
+    of: str = ""
     base: Snapshot | None = None
     past: list[str] = field(default_factory=list)
     abandoned: float = 0.0
@@ -80,6 +81,7 @@ def _to_json(source: Source) -> dict[str, Any]:
         "name": source.name,
         "incarnation": source.incarnation,
         "heard_at": source.heard_at,
+        "of": source.of,
         "past": source.past,
         "abandoned": source.abandoned,
         "ended": source.ended,
@@ -94,6 +96,7 @@ def _from_json(data: Mapping[str, Any]) -> Source:
         data["incarnation"],
         _snapshot_from_json(data["last"]),
         float(data["heard_at"]),
+        str(data["of"]),
         data["base"] and _snapshot_from_json(data["base"]),
         [str(name) for name in data["past"]],
         float(data["abandoned"]),

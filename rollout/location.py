@@ -253,14 +253,18 @@ def _locked(lock: int) -> bool:
     return False
 
 
+def state_directory() -> Path:
+    """Where what outlives a run is kept for this user (`XDG_STATE_HOME`)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "rollcage"
+
+
 def default_journal(uri: str) -> Path:
     """The journal's directory of a run at `uri`, below the user's state directory (`XDG_STATE_HOME`): named after the
     run, and the same for every spelling of its endpoint and keys."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     parts = urlsplit(uri)
     place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", place.rpartition("/")[2]) or "run"
-    return state / "rollcage" / "journals" / f"{stem}-{blake2b(place.encode(), digest_size=6).hexdigest()}"
+    return state_directory() / "journals" / f"{stem}-{blake2b(place.encode(), digest_size=6).hexdigest()}"
 
 
 def journal_number(name: str) -> int:

@@ -62,6 +62,10 @@ class Admission:
         """How many wait."""
         return len(self._queue)
 
+    def free_disk(self) -> int | None:
+        """Bytes that the engine's disk has left."""
+        return self._free_disk()
+
     async def admit(self, need: Need, *, at_once: bool = False) -> None:
         """Wait for `need`, which `release` gives back. `at_once`: take it whether there is room or not.
 

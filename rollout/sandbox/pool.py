@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollcage.rollout.outcome import SandboxError
 from rollcage.rollout.sandbox.admission import MIB, Admission, Need
@@ -31,7 +31,7 @@ from rollcage.rollout.sandbox.states import States
 from rollcage.rollout.sandbox.warm import LIFE_SEC, Stock
 from rollcage.rollout.task import Environment
 
-__all__ = ["Expected", "SandboxPool", "SandboxSettings"]
+__all__ = ["Expected", "Listener", "SandboxPool", "SandboxSettings"]
 
 MEMORY_SHARE = 0.9
 """Of the engine's memory so much may be admitted; the rest is the engine's, Ray's and the page cache's."""
@@ -50,6 +50,18 @@ REMOVAL_WAITS_SEC = (5.0, 30.0)
 """Between tries. What cannot be removed then is left to the reaper."""
 
 
+class Listener(Protocol):
+    """Who is told what a pool does."""
+
+    def acquired(self, seconds: float, *, warm: bool) -> None:
+        """A sandbox was handed out, `seconds` after it was asked for; `warm`: it had been started ahead."""
+        ...
+
+    def removed(self, seconds: float) -> None:
+        """A sandbox was removed, `seconds` after its removal had its turn."""
+        ...
+
+
 @dataclass(frozen=True)
 class Expected:
     """A sandbox that will be asked for: what `acquire` will be given."""
@@ -65,7 +77,15 @@ class SandboxPool:
     `waiting` calls of `acquire` wait for room. `failed_removals` says what could not be removed, and why.
     """
 
-    def __init__(self, engine: Engine, settings: SandboxSettings, *, host: str, job: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: SandboxSettings,
+        *,
+        host: str,
+        job: str,
+        listener: Listener | None = None,
+    ) -> None:
         self.engine = engine
         self.settings = settings
         self.host = host
@@ -73,6 +93,8 @@ class SandboxPool:
         self.stock: Stock[Held] = Stock(self._start_ahead, _is_alive, self._discard)
         self.waiting = 0
         self.cold_starts = 0
+        self.removing = 0
+        self._listener = listener
         self._maker = Maker(engine, settings, host=host, job=job, give_way=self.stock.give_way)
         self.images = self._maker.images
         self.networks = self._maker.networks
@@ -108,7 +130,9 @@ class SandboxPool:
         wanted = Wanted(image, environment, network_mode or environment.network_mode)
         life_sec = max(self.settings.deadline_sec, least_sec)
         name = f"rollcage-{attempt_id}-{role}"
+        asked = time.monotonic()
         held = await self.stock.take(_key(wanted), lambda held: held.life_left >= life_sec)
+        warm = held is not None
         if held is not None:
             self._spawn(self._rename(held, name))
         else:
@@ -126,7 +150,19 @@ class SandboxPool:
                 admission, wanted, need, name, attempt_id, life_sec, holding=role != "main"
             )
         self._held[held.sandbox.id] = held
+        if self._listener is not None:
+            self._listener.acquired(time.monotonic() - asked, warm=warm)
         return held.sandbox
+
+    @property
+    def in_use(self) -> int:
+        """Sandboxes that are handed out."""
+        return len(self._held)
+
+    async def free_disk(self) -> int | None:
+        """Bytes that are free where the engine keeps its data; None where that is not on this machine. Raises
+        `SandboxError`."""
+        return (await self._admitting()).free_disk()
 
     def expect(self, coming: Sequence[Expected]) -> None:
         """These will be asked for next, in this order: the first `settings.warm` of them are started ahead, as far
@@ -197,11 +233,15 @@ class SandboxPool:
 
     async def _remove(self, held: Held) -> None:
         waits = iter(REMOVAL_WAITS_SEC)
+        self.removing += 1
         try:
             while True:
                 try:
                     async with self._removals, asyncio.timeout(REMOVAL_SEC):
+                        began = time.monotonic()
                         await held.remove()
+                    if self._listener is not None:
+                        self._listener.removed(time.monotonic() - began)
                     return
                 except (SandboxError, TimeoutError, OSError) as error:
                     pause = next(waits, None)
@@ -211,6 +251,7 @@ class SandboxPool:
                         return
                     await asyncio.sleep(pause)
         finally:
+            self.removing -= 1
             self.networks.release(held.lease)
             if self._admission is not None:
                 self._admission.release(held.need)

@@ -61,7 +61,7 @@ _stuck: set[str] = set()
 
 @dataclass(frozen=True)
 class Reaped:
-    """How many of each were removed."""
+    """How many of each were removed, or could not be."""
 
     containers: int = 0
     networks: int = 0
@@ -125,21 +125,40 @@ async def reap_dead(engine: Engine, *, now: float, settle_sec: float = SETTLE_SE
 async def dead_hosts(engine: Engine) -> set[str]:
     """The hosts that have something on the engine, and whose process on this machine is gone. Nothing is said of
     hosts of other machines. Raises `SandboxError`."""
+    owners = await engine.call("list what there is of ours", _owners)
+    return {host for hosts in owners.values() for host in hosts if _is_dead(host)}
+
+
+async def left_over(engine: Engine) -> Reaped:
+    """What dead hosts of this machine have left on the engine, networks that it will not remove among it. Raises
+    `SandboxError`."""
+    owners = await engine.call("list what there is of ours", partial(_owners, stuck=True))
+    dead = {host for hosts in owners.values() for host in hosts if _is_dead(host)}
+    return Reaped(**{kind: sum(host in dead for host in hosts) for kind, hosts in owners.items()})
+
+
+def _owners(api: Any, *, stuck: bool = False) -> dict[str, list[str]]:
+    """By kind, the host of everything that is some host's; with `stuck`, of networks that cannot be removed too."""
     ours, built = {"label": HOST_LABEL}, {"label": BUILD_LABEL}
-
-    def look(api: Any) -> list[Mapping[str, str]]:
-        networks = [one for one in api.networks(filters=ours) if one["Id"] not in _stuck]
-        found = [*api.containers(all=True, filters=ours), *networks]
-        found += api.volumes(filters=ours).get("Volumes") or []
-        labels: list[Mapping[str, str]] = [one.get("Labels") or {} for one in found]
-        # A sandbox has its image's labels too, and that image may be another host's, which is long gone.
-        steps = [one.get("Labels") or {} for one in api.containers(all=True, filters=built)]
-        unnamed = [one.get("Labels") or {} for one in api.images(filters={**built, "dangling": True})]
-        builds = [label for label in (*steps, *unnamed) if HOST_LABEL not in label]
-        return labels + [{HOST_LABEL: label.get(BUILD_LABEL, "")} for label in builds]
-
-    labels = await engine.call("list what there is of ours", look)
-    return {host for host in (label.get(HOST_LABEL, "") for label in labels) if _is_dead(host)}
+    found = {
+        "containers": api.containers(all=True, filters=ours),
+        "networks": [one for one in api.networks(filters=ours) if stuck or one["Id"] not in _stuck],
+        "volumes": api.volumes(filters=ours).get("Volumes") or [],
+    }
+    owners = {
+        kind: [(one.get("Labels") or {}).get(HOST_LABEL, "") for one in of] for kind, of in found.items()
+    }
+    # A sandbox has its image's labels too, and that image may be another host's, which is long gone.
+    builds = {
+        "containers": api.containers(all=True, filters=built),
+        "images": api.images(filters={**built, "dangling": True}),
+    }
+    for kind, of in builds.items():
+        labels = [one.get("Labels") or {} for one in of]
+        owners.setdefault(kind, []).extend(
+            label.get(BUILD_LABEL, "") for label in labels if HOST_LABEL not in label
+        )
+    return owners
 
 
 async def jobs_on(engine: Engine) -> set[str]:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollcage.cluster.actors import connected
 from rollcage.cluster.exporter import ExporterConfig, start_exporter, telling
-from rollcage.metrics.counts import Counts
+from rollcage.metrics.counts import Counts, Snapshot
 from rollcage.metrics.definitions import Sender
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -28,13 +28,14 @@ KILLS = 3
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterConfig]:
     directory = tmp_path_factory.mktemp("exporter")
     with connected(num_cpus=1):
-        yield ExporterConfig(directory / "state", directory / "sd" / "targets.json", port=0)
+        yield ExporterConfig(directory / "state", directory / "targets")
 
 
 def targets(config: ExporterConfig) -> dict[str, list[str]]:
     """What the file says now, by kind."""
     assert config.targets is not None
-    groups = json.loads(config.targets.read_text()) if config.targets.is_file() else []
+    files = list(config.targets.glob("*.json"))
+    groups = json.loads(files[0].read_text()) if files else []
     return {group["labels"]["job"]: group["targets"] for group in groups}
 
 
@@ -49,6 +50,7 @@ async def test_an_exporter_that_is_killed_again_and_again_loses_and_doubles_noth
     config: ExporterConfig,
 ) -> None:
     exporter = start_exporter(config)
+    address = ray.get(exporter.address.remote())
     counts = [Counts(Sender.HOST, {"host": [f"host-{number}"]}) for number in range(4)]
     for _ in range(KILLS):
         calls = []
@@ -61,13 +63,18 @@ async def test_an_exporter_that_is_killed_again_and_again_loses_and_doubles_noth
         await asyncio.gather(*calls)
     assert scraped(exporter, "rollcage_image_builds_total") == KILLS * 4 * 5
     assert scraped(exporter, "rollcage_image_build_seconds_count") == KILLS * 4 * 5
+    assert ray.get(exporter.address.remote()) == address  # where Prometheus was told to look
 
 
 async def test_a_source_that_ends_has_told_all_that_it_counted_and_has_no_gauges(
     config: ExporterConfig,
 ) -> None:
     exporter, counts = start_exporter(config), Counts(Sender.JOB, {"agent": ["a"], "job_id": ["j"]})
-    async with telling(exporter, "j", counts.snapshot):
+
+    async def snapshot() -> Snapshot:
+        return counts.snapshot()
+
+    async with telling(exporter, "j", snapshot):
         counts.add("commands", "a", amount=7)
         counts.set("job_rollouts", 3, "j")
     assert scraped(exporter, "rollcage_commands_total") == 7
@@ -78,7 +85,11 @@ async def test_a_job_with_too_many_names_goes_on_uncounted(
     config: ExporterConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     exporter, counts = start_exporter(config), Counts(Sender.JOB, {"agent": [f"b{n}" for n in range(16)]})
-    async with telling(exporter, "many", counts.snapshot):
+
+    async def snapshot() -> Snapshot:
+        return counts.snapshot()
+
+    async with telling(exporter, "many", snapshot):
         pass
     assert "more than 16 values of the label 'agent'" in caplog.text
 
@@ -94,3 +105,5 @@ def test_prometheus_finds_the_exporter_and_ray_in_one_file(config: ExporterConfi
         found = targets(config)
     assert found["vllm"] == ["127.0.0.1:8000"]
     assert len(found["ray"]) == 1
+    ray.get(exporter.close.remote())
+    assert targets(config) == {}

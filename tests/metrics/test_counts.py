@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from rollcage.metrics.counts import Buckets, Counts, UnknownLabel
-from rollcage.metrics.definitions import BY_NAME, FAMILIES, Kind, Sender
+from rollcage.metrics.definitions import BY_NAME, FAMILIES, MOST, Kind, Sender
 from rollcage.metrics.job_counts import JobCounts, RolloutState, ending
 from rollcage.rollout.outcome import TABLE, ErrorClass, Outcome
+from rollcage.rollout.trajectory import Attempt, Trajectory, Turn
 
 
 def a_host() -> Counts:
@@ -118,15 +121,56 @@ def test_a_job_that_has_just_begun_is_not_one_without_progress() -> None:
 def test_a_resumed_job_counts_what_its_ledger_holds() -> None:
     counts = JobCounts("j", ["a"], [])
     counts.resumed(
-        attempts=[("a", "passed", None), ("a", "invalid", "network_pool"), ("a", "failed", "turn_limit")],
-        rollouts=[("a", "passed", None, 2), ("a", "failed", "turn_limit", 1)],
+        attempts=[
+            ("1", "a", "passed", None),
+            ("2", "a", "invalid", "network_pool"),
+            ("3", "a", "failed", "turn_limit"),
+            ("4", "a", "invalid", "reward_missing"),
+            ("5", "gone", "passed", None),
+        ],
+        rollouts=[
+            ("1", "a", "passed", None, 2),
+            ("3", "a", "failed", "turn_limit", 1),
+            ("4", "a", "invalid", "reward_missing", 1),
+            ("5", "gone", "passed", None, 1),
+        ],
         groups=[("a", [1.0, 0.0], 2), ("a", [1.0, 1.0], 2), ("a", [1.0], 2)],
     )
     counts.state(RolloutState(1, 2, 3), total=8, ended=2)
     values = counts.snapshot().values
-    assert values["attempts_dispatched"] == values["attempts_ended"] == {(): 3.0}
+    assert values["attempts_dispatched"] == values["attempts_ended"] == {(): 5.0}
     assert values["retries"]["infra", "network_pool"] == sum(values["retries"].values()) == 1
-    assert values["groups"] == {("complete", "a"): 2.0, ("short", "a"): 1.0}
-    assert values["groups_zero_variance"] == {("a",): 1.0}
+    assert {key: count for key, count in values["groups"].items() if count} == {
+        ("complete", "a"): 2.0,
+        ("short", "a"): 1.0,
+    }
+    assert values["groups_zero_variance"]["a",] == 1
+    assert values["rollouts"]["passed", "none", "none", "other"] == 1
     assert values["rollouts"]["failed", "agent", "turn_limit", "a"] == 1
     assert values["rollouts_open"] == {("waiting",): 1.0, ("delayed",): 2.0, ("in_flight",): 3.0}
+
+
+def test_agents_past_the_most_are_counted_together() -> None:
+    counts = JobCounts("j", [f"a{number}" for number in range(100)], [])
+    for number in range(100):
+        counts.rollout(f"a{number}", Outcome.PASSED, None, trajectory=True)
+    passed = {
+        labels[-1]: count
+        for labels, count in counts.snapshot().values["rollouts"].items()
+        if labels[0] == "passed" and count
+    }
+    assert len(passed) == MOST["agent"]
+    assert (passed["a0"], passed["other"]) == (1, 85)
+
+
+def test_what_a_strange_server_says_ends_no_job() -> None:
+    counts = JobCounts("j", ["a"], ["p"])
+    turn = Turn(0, "", "stop", policy="p", cached_tokens=-3, queue_seconds=math.nan, cost_usd=-1.0)
+    elsewhere = Turn(1, "", "stop", policy="not of this job")
+    attempt = Attempt("1", "j", "t", "d", 0, 1, "a", "p", "h", Outcome.PASSED)
+    attempt.trajectory = Trajectory(turns=[turn, elsewhere])
+    counts.attempt(attempt)
+    snapshot = counts.snapshot()
+    assert snapshot.values["policy_turns"] == {("p",): 1.0}
+    assert snapshot.values["policy_cost_usd"] == {("p",): 0.0}
+    assert snapshot.histograms["policy_queue_seconds"]["p",].sum == 0

@@ -26,7 +26,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 EVENTS = (
     *("dispatch", "job sends", "host counts", "host sends") * 2,
     *(("end", error_class) for error_class in CLASSES),
-    *("kill driver", "kill host", "kill exporter", "job is over"),
+    *("kill driver", "kill host", "kill exporter", "job is over", "the last rollout is run again"),
 )
 events = st.lists(
     st.sampled_from(EVENTS) | st.tuples(st.just("again"), st.integers(0, 30)), min_size=20, max_size=60
@@ -39,7 +39,9 @@ class World:
     def __init__(self, state: Path) -> None:
         self.state = state
         self.exporter = Exporter(state)
-        self.ledger: list[tuple[str, str, str | None]] = []
+        self.ledger: list[tuple[str, str, str, str | None]] = []
+        self.rollouts: list[tuple[str, str, str, str | None, int]] = []
+        self.again = 0
         self.in_flight = self.drivers = self.hosts = 0
         self.sent: list[tuple[str, Snapshot, str]] = []
         self.host_before = self.host_sent = 0.0
@@ -50,7 +52,7 @@ class World:
         self.drivers += 1
         self.in_flight = 0
         self.driver = JobCounts("j", ["a"], [])
-        self.driver.resumed(self.ledger, [], [])
+        self.driver.resumed(self.ledger, self.rollouts, [])
 
     def start_host(self) -> None:
         self.hosts += 1
@@ -75,6 +77,11 @@ class World:
             case "job is over":
                 self.send("j", self.driver.snapshot(), str(self.drivers), final=True)
                 self.start_driver()
+            case "the last rollout is run again" if self.rollouts:
+                self.send("j", self.driver.snapshot(), str(self.drivers), final=True)
+                self.rollouts.pop()
+                self.again += 1
+                self.start_driver()
             case "host counts":
                 self.host.add("image_builds", "built")
                 self.host.observe("image_build_seconds", 3)
@@ -95,13 +102,16 @@ class World:
         outcome = Outcome.PASSED
         if error_class is not None:
             outcome = Outcome.FAILED if BY_NAME[error_class].reward_valid else Outcome.INVALID
-        self.ledger.append(("a", outcome.value, error_class))
+        self.ledger.append((str(len(self.ledger)), "a", outcome.value, error_class))
         counts = self.driver._counts
         counts.add("attempts_ended")
         counts.set("attempts_in_flight", self.in_flight)
         counts.add("attempts", *ending(outcome, error_class), "a")
         if outcome is Outcome.INVALID:
             self.driver.retried(error_class)
+        else:
+            self.rollouts.append((*self.ledger[-1], 1))
+            self.driver.rollout("a", outcome, error_class, trajectory=True)
 
     def scrape(self) -> Samples:
         return {
@@ -134,6 +144,18 @@ def value(found: Samples, name: str) -> float:
     ["dispatch", "job sends", "job is over", "kill exporter", "dispatch", ("end", "turn_limit"), "job sends"]
 )
 @example(
+    [
+        "dispatch",
+        ("end", None),
+        "the last rollout is run again",
+        "job sends",
+        "kill exporter",
+        "dispatch",
+        ("end", "turn_limit"),
+        "kill driver",
+    ]
+)
+@example(
     ["host counts", "host sends", "kill host", "host sends", ("again", 1), "kill exporter", "host counts"]
 )
 def test_no_counter_falls_and_the_counts_agree_with_the_ledger(
@@ -164,9 +186,11 @@ def test_no_counter_falls_and_the_counts_agree_with_the_ledger(
         assert sum(ended.values()) == len(world.ledger)
         for error_class in ("turn_limit", "network_pool", "reward_missing"):
             counted = sum(number for key, number in ended.items() if ("error_class", error_class) in key[1])
-            assert counted == sum(row[2] == error_class for row in world.ledger)
+            assert counted == sum(row[3] == error_class for row in world.ledger)
         retries = sum(number for key, number in found.items() if key[0] == "rollcage_retries_total")
-        assert retries == sum(row[1] == "invalid" for row in world.ledger)
+        assert retries == sum(row[2] == "invalid" for row in world.ledger)
+        rollouts = sum(number for key, number in found.items() if key[0] == "rollcage_rollouts_total")
+        assert rollouts == len(world.rollouts) + world.again
         built = world.host_before + world.host_sent
         assert found["rollcage_image_builds_total", (("result", "built"),)] == built
         assert found["rollcage_image_build_seconds_count", ()] == built

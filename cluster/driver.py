@@ -308,7 +308,8 @@ class Driver:
         if end is None:
             await self._drop_states(host, attempt)
             return
-        self._last[assignment.key] = attempt
+        if end.final:
+            self._last[assignment.key] = attempt
         if end.quarantined is not None:
             self._quarantined(end.quarantined, end.error_class, attempt.evidence)
         if not end.final:
@@ -449,6 +450,8 @@ class Driver:
         attempt = self._last.pop(end.key, None)
         if attempt is None or attempt.attempt_id != end.attempt_id:
             # No attempt decided it: its task was quarantined, or the job cancelled.
+            if attempt is not None and attempt.outcome is Outcome.INVALID:
+                self.counts.retried(attempt.error_class)
             invalid = end.outcome is Outcome.INVALID
             evidence = self._evidence.get(end.key.task_key) if invalid else self._run_out
             error_class = end.error_class or "cancelled"

@@ -179,7 +179,7 @@ FAMILIES: tuple[Family, ...] = (
          combinations=_ENDINGS, ledger=True),
     _job("attempts", C, "Attempts that ended, by how.", *_OUTCOME, _AGENT,
          combinations=_ENDINGS, ledger=True),
-    _job("retries", C, "Attempts that are tried again, by what ended them.", *_ERROR,
+    _job("retries", C, "Attempts that are tried again, if nothing calls that off, by what ended them.", *_ERROR,
          combinations=_FAULTS, ledger=True),
     _job("tasks_quarantined", C, "Tasks taken out of a job that runs, by why.", *_ERROR, combinations=_FAULTS),
     _job("attempts_dispatched", C, "Attempts begun: at any scrape those ended, abandoned and in flight together.",

@@ -86,7 +86,7 @@ class JobCounts:
         self._versions[policy] = max(self._versions.get(policy, 0), turn.policy_version_end)
 
     def retried(self, error_class: str | None) -> None:
-        """The attempt that ended last is not its rollout's last."""
+        """An attempt that ended is not what its rollout ends of."""
         self._counts.add("retries", *fault(error_class))
 
     def rollout(self, agent: str, outcome: Outcome, error_class: str | None, *, trajectory: bool) -> None:

@@ -18,11 +18,13 @@ from rollcage.cluster import driver as driver_module
 from rollcage.cluster import progress as progress_module
 from rollcage.cluster import retries as retries_module
 from rollcage.cluster.decisions import TaskKey
-from rollcage.cluster.driver import Driver
+from rollcage.cluster.driver import Driver, job_counts
+from rollcage.cluster.earlier import count_earlier
 from rollcage.cluster.host import HostLoad, HostLost, Prepared
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.plan import AgentPlan, BrokenTask, JobPlan
 from rollcage.cluster.progress import JobProgress
+from rollcage.metrics.definitions import FAMILIES
 from rollcage.rollout.arrow import Location, read_attempts, read_rollouts, read_shards
 from rollcage.rollout.outcome import BY_NAME, TABLE, Domain, Evidence, Outcome, RolloutError, SandboxError
 from rollcage.rollout.rollout import AttemptSpec
@@ -108,7 +110,18 @@ class World:
         assert len(set(asked)) == len(asked)
         keys = [(row["agent"], row["task"], row["sample"]) for row in ends.rollouts]
         assert sorted(keys) == sorted((key.agent, key.task, key.sample) for key in self.plan.rollouts())
+        self.check_counts()
         return ends
+
+    def check_counts(self) -> None:
+        """What was counted for Prometheus is what the ledger holds, and what a driver that goes on begins with."""
+        held = job_counts(self.plan)
+        count_earlier(Location(self.run), held, ())
+        then, now = held.snapshot(), self.driver.counts.snapshot()
+        for family in FAMILIES:
+            if family.ledger:
+                assert now.values[family.name] == then.values[family.name], family.name
+        assert now.values["attempts_in_flight"] == {(): 0.0}
 
     @property
     def text(self) -> str:
@@ -654,7 +667,7 @@ async def test_what_waits_for_a_retry_is_cancelled_at_the_first_interrupt(
     world = World(tmp_path, tasks=1, samples=2)
     world.attempt = lambda _spec, _host: "docker_timeout"
     job = asyncio.ensure_future(world.drive())
-    await until(lambda: len(world.driver._last) == 2)
+    await until(lambda: world.driver._scheduler.counts().delayed == 2)
     world.driver.stop()
     ends = await job
     assert ends.outcomes == {("cancelled", "cancelled"): 2}

@@ -86,7 +86,7 @@ class Job:
         return found
 
     def host_actor(self) -> psutil.Process:
-        [actor] = [p for p in self.processes() if any("ray::SandboxHost" in word for word in p.cmdline())]
+        [actor] = [p for p in self.processes() if any("ray::HostActor" in word for word in p.cmdline())]
         return actor
 
     @property
@@ -254,4 +254,4 @@ def test_a_job_joins_a_cluster_and_uses_each_of_its_nodes(
     assert (status, report["passed"], report["invalid"]) == (0, 10, 0)
     assert len({row["host"] for row in read_attempts(job.run, ["host"]).to_pylist()}) == 2
     actors = [process.cmdline() for process in psutil.Process().children(recursive=True)]
-    assert not [command for command in actors if any("SandboxHost" in word for word in command)]
+    assert not [command for command in actors if any("HostActor" in word for word in command)]

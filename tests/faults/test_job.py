@@ -87,7 +87,7 @@ async def test_a_hosts_process_is_killed(record: Record, tmp_path: Path) -> None
         await here.host.open()
         await until(lambda: _of(here, lost.name))
         children = psutil.Process().children(recursive=True)
-        [actor] = [one for one in children if any("ray::SandboxHost" in word for word in one.cmdline())]
+        [actor] = [one for one in children if any("ray::HostActor" in word for word in one.cmdline())]
         actor.kill()
         with pytest.raises(HostLost) as raised:
             await attempt

@@ -87,13 +87,16 @@ class Benchmark:
 
     async def run(self, rollouts: int, concurrency: int) -> float:
         plan = self.plan(rollouts, concurrency)
-        run = self.runs / plan.job
-        ledger = Ledger.create(run, {"job": plan.job})
+        ledger = Ledger.create(self.runs / plan.job, {"job": plan.job})
         hosts = RayHosts(HostSpec(plan.job))
         with JobProgress(rollouts, Console(stderr=True, quiet=True)) as progress:
             await Driver(plan, ledger, hosts, progress).run()
         await ledger.finish({})
-        summary = summarize(run)
+        return self.rate(plan.job, rollouts)
+
+    def rate(self, job: str, rollouts: int) -> float:
+        """Rollouts a second of a run in which each has passed."""
+        summary = summarize(self.runs / job)
         if summary["passed"] != rollouts:
             raise SystemExit(f"not every oracle rollout passed: {summary['by_error_class']}")
         return float(summary["rollouts_per_second"])

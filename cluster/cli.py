@@ -52,7 +52,7 @@ app.command()(regrade)
 app.command()(export)
 app.command()(report)
 app.command()(compare)
-app.command(hidden=True)(top)  # until jobs start the exporter
+app.command()(top)
 
 # typer brings a click of its own, whose base class it does not export.
 UsageProblem: type[Exception] = next(

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from rollcage.metrics.definitions import FAMILIES, LABELS, MOST, Family, Kind, Label, Sender, most_series
+from rollcage.metrics.definitions import (
+    FAMILIES,
+    LABELS,
+    MOST,
+    OTHER,
+    Family,
+    Kind,
+    Label,
+    Sender,
+    most_series,
+)
 from rollcage.metrics.exporter import FORGET_SEC, SILENT_SEC
 from rollcage.metrics.serving import PORT
 
@@ -19,15 +29,19 @@ snapshots, and it adds them up.
   `rollcage_attempts_abandoned_total` + `rollcage_attempts_in_flight`.
 - Restarts of drivers, hosts and of the exporter lose and double nothing. The families that follow from the ledger are
   read from it when a driver goes on with a run.
+- A rollout that had ended and is run again (`rollcage resume`) ends twice and is counted twice: no counter falls.
 - A host that is silent for {SILENT_SEC:g} s has `rollcage_host_up` 0 and no other gauge, and is forgotten after \
-{FORGET_SEC[Sender.HOST] / 3600:g} h.
+{FORGET_SEC[Sender.HOST] / 3600:g} h; where its job is silent too, or another host has its place, it is gone at once.
 - A job keeps its gauges until it ends, or is silent for {FORGET_SEC[Sender.JOB] / 3600:g} h; attempts that it had in \
 flight then count as abandoned.
 - The exporter's own counters are those of its process: they begin at 0 with it.
 - vLLM's and Ray's own metrics are scraped beside these and not copied.
 
 A scrape holds at most **{most_series():,} samples**, with {MOST["host"]} hosts, {MOST["policy"]} policies, \
-{MOST["agent"]} agents, {MOST["job_id"]} jobs at once and every error class; a source beyond these numbers is refused.
+{MOST["agent"]} agents, {MOST["job_id"]} jobs at once and every error class. Of one job, agents and policies past the most \
+are counted as `{OTHER}`; a source with which there would be more in all is refused, and its job goes on uncounted.
+
+The first job of a Ray cluster starts the exporter, as its `metrics:` settings say (README); it ends with the cluster.
 """
 
 _SENDERS = {

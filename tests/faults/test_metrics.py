@@ -220,14 +220,17 @@ class Job:
         return os.getpid() in [parent.pid for parent in process.parents()]
 
     def kill_container(self) -> None:
-        """Of a sandbox in which an agent works."""
-        label = f"label=rollcage.job={self.job}"
-        command = ["docker", "ps", "--quiet", "--filter", label, "--filter", "name=main"]
+        """Of a sandbox in which an agent is at work."""
 
-        def look() -> list[str]:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        def docker(*arguments: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)
 
-        subprocess.run(["docker", "kill", self.until(look, "a sandbox")[0]], check=True, capture_output=True)
+        def killed() -> bool:
+            running = docker("ps", "--quiet", "--filter", f"label=rollcage.job={self.job}").stdout.split()
+            at_work = (one for one in running if "sleep 1" in docker("top", one).stdout)
+            return any(docker("kill", one).returncode == 0 for one in at_work)
+
+        self.until(killed, "a sandbox with an agent at work")
 
     @property
     def job(self) -> str:

@@ -24,6 +24,7 @@ from rollcage.cluster.driver import Driver
 from rollcage.cluster.exporter import ANSWER_SEC, ExporterConfig, start_exporter, telling
 from rollcage.cluster.ledger import Ledger
 from rollcage.metrics.counts import Snapshot
+from rollcage.metrics.serving import PORT
 from rollcage.rollout.feed_files import acknowledged, acknowledgements
 from rollcage.rollout.location import state_directory
 
@@ -76,7 +77,8 @@ class JobMetrics:
             self._say(f"no metrics: the exporter did not start: {error or 'it does not answer'}")
             return
         found = f"; for Prometheus: {targets}" if targets else ""
-        self._say(f"metrics: {address}/metrics (`rollcage top`){found}")
+        top = "" if address == f"127.0.0.1:{PORT}" else f" --url http://{address}/metrics"
+        self._say(f"metrics: {address}/metrics (`rollcage top{top}`){found}")
 
     @asynccontextmanager
     async def told(

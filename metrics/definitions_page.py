@@ -39,7 +39,8 @@ flight then count as abandoned.
 
 A scrape holds at most **{most_series():,} samples**, with {MOST["host"]} hosts, {MOST["policy"]} policies, \
 {MOST["agent"]} agents, {MOST["job_id"]} jobs at once and every error class. Of one job, agents and policies \
-past the most are counted as `{OTHER}`; a source with which there would be more in all is refused, and its job goes on uncounted.
+past the most are counted as `{OTHER}`; a source with which there would be more in all is refused, and its job goes on
+uncounted.
 
 The first job of a Ray cluster starts the exporter, as its `metrics:` settings say (README); it ends with the cluster.
 """

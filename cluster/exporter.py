@@ -77,23 +77,30 @@ class ExporterConfig:
 
 
 class ExporterActor:
-    """`Exporter` and its port, in a process of its own. Raises what these raise."""
+    """`Exporter` and its port, in a process of its own."""
 
     def __init__(self, config: ExporterConfig) -> None:
-        state = config.state or _session_directory()
-        self._exporter = Exporter(state)
-        self._server = _serve(self._exporter, config, state / "port")
-        self._address = f"{reachable(config.host)}:{self._server.port}"
         self._vllm: dict[str, tuple[str, ...]] = {}
         self._look, self._over = Event(), False
-        self._targets = None if config.targets is None else config.targets / f"{self._server.port}.json"
-        if self._targets is not None:
+        self._address, self._failure = "", ""
+        self._targets: Path | None = None
+        state = config.state or _session_directory()
+        try:
+            self._exporter = Exporter(state)
+            port = _serve(self._exporter, config, state / "port").port
+        except (OSError, ValueError) as error:  # raised here, Ray would start it again for ever
+            where = f"{config.host}:{config.port or PORT}"
+            self._failure = f"the exporter cannot listen at {where}, or not read what it has kept: {error}"
+            return
+        self._address = f"{reachable(config.host)}:{port}"
+        if config.targets is not None:
+            self._targets = config.targets / f"{port}.json"
             keeping = Thread(target=self._keep_targets, args=(self._targets,), name="targets", daemon=True)
             keeping.start()
 
-    def address(self) -> str:
-        """Where it listens, as `host:port`."""
-        return self._address
+    def address(self) -> tuple[str, str]:
+        """Where it listens, as `host:port`; or nothing, and why it does not."""
+        return self._address, self._failure
 
     def targets(self) -> str | None:
         """The file for `file_sd_configs`, on the head node."""
@@ -102,12 +109,14 @@ class ExporterActor:
     def accept(
         self, source: str, snapshot: Snapshot, incarnation: str, final: bool = False, of: str = ""
     ) -> None:
-        """See `Exporter.accept`."""
-        self._exporter.accept(source, snapshot, incarnation=incarnation, final=final, of=of)
+        """See `Exporter.accept`. Takes nothing where it does not listen."""
+        if not self._failure:
+            self._exporter.accept(source, snapshot, incarnation=incarnation, final=final, of=of)
 
     def end(self, source: str) -> None:
         """See `Exporter.end`."""
-        self._exporter.end(source)
+        if not self._failure:
+            self._exporter.end(source)
 
     def set_vllm(self, source: str, addresses: tuple[str, ...]) -> None:
         """Where vLLM's own metrics of a source's replicas are; none once it has ended."""
@@ -155,9 +164,8 @@ def _serve(exporter: Exporter, config: ExporterConfig, memory: Path) -> Server:
 
 
 def start_exporter(config: ExporterConfig) -> Any:
-    """The cluster's exporter: the one that there is, whatever its configuration, or a new one. It may be starting
-    still: whoever awaits an answer of it meets `RayError` where it cannot (its port is taken, its state cannot be
-    read)."""
+    """The cluster's exporter: the one that there is, whatever its configuration, or a new one, which may be starting
+    still. `ExporterActor.address` says whether it could."""
     return (
         ray.remote(ExporterActor)
         .options(

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray.exceptions import RayError
 
 from rollcage.cluster.config_model import MetricsConfig
@@ -60,6 +61,7 @@ class JobMetrics:
         self.vllm: Mapping[str, Any] | None = None
         self._job = job
         self._say = say
+        self._failed = False
         self._replicas: tuple[str, ...] = ()
         self._announcing: asyncio.Task[None] | None = None
         if config.enabled:
@@ -71,10 +73,14 @@ class JobMetrics:
     async def _announce(self) -> None:
         try:
             async with asyncio.timeout(START_SEC):
-                address = await self.exporter.address.remote()
+                address, failure = await self.exporter.address.remote()
                 targets = await self.exporter.targets.remote()
         except (RayError, TimeoutError) as error:
             self._say(f"no metrics: the exporter did not start: {error or 'it does not answer'}")
+            return
+        if failure:
+            self._failed = True
+            self._say(f"no metrics: {failure}")
             return
         found = f"; for Prometheus: {targets}" if targets else ""
         top = "" if address == f"127.0.0.1:{PORT}" else f" --url http://{address}/metrics"
@@ -129,7 +135,9 @@ class JobMetrics:
         if self._announcing is not None:
             self._announcing.cancel()
             await asyncio.wait([self._announcing])
-        if self.exporter is not None and ray_ends:
+        if self._failed:
+            ray.kill(self.exporter)  # the next job may have other settings
+        elif self.exporter is not None and ray_ends:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(ANSWER_SEC):
                     await self.exporter.close.remote()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollcage.cluster.actors import connected
-from rollcage.cluster.exporter import ExporterConfig, start_exporter, telling
+from rollcage.cluster.exporter import ExporterActor, ExporterConfig, start_exporter, telling
 from rollcage.metrics.counts import Counts, Snapshot
 from rollcage.metrics.definitions import Sender
 
@@ -40,7 +42,7 @@ def targets(config: ExporterConfig) -> dict[str, list[str]]:
 
 
 def scraped(exporter: Any, name: str) -> float:
-    address = ray.get(exporter.address.remote())
+    address, _ = ray.get(exporter.address.remote())
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
@@ -50,7 +52,7 @@ async def test_an_exporter_that_is_killed_again_and_again_loses_and_doubles_noth
     config: ExporterConfig,
 ) -> None:
     exporter = start_exporter(config)
-    address = ray.get(exporter.address.remote())
+    address, _ = ray.get(exporter.address.remote())
     counts = [Counts(Sender.HOST, {"host": [f"host-{number}"]}) for number in range(4)]
     for _ in range(KILLS):
         calls = []
@@ -63,7 +65,7 @@ async def test_an_exporter_that_is_killed_again_and_again_loses_and_doubles_noth
         await asyncio.gather(*calls)
     assert scraped(exporter, "rollcage_image_builds_total") == KILLS * 4 * 5
     assert scraped(exporter, "rollcage_image_build_seconds_count") == KILLS * 4 * 5
-    assert ray.get(exporter.address.remote()) == address  # where Prometheus was told to look
+    assert ray.get(exporter.address.remote()) == (address, "")  # where Prometheus was told to look
 
 
 async def test_a_source_that_ends_has_told_all_that_it_counted_and_has_no_gauges(
@@ -96,7 +98,7 @@ async def test_a_job_with_too_many_names_goes_on_uncounted(
 
 def test_prometheus_finds_the_exporter_and_ray_in_one_file(config: ExporterConfig) -> None:
     exporter = start_exporter(config)
-    address = ray.get(exporter.address.remote())
+    address, _ = ray.get(exporter.address.remote())
     ray.get(exporter.set_vllm.remote("j", ("127.0.0.1:8000",)))
     found: dict[str, list[str]] = {}
     until = time.monotonic() + 60
@@ -107,3 +109,12 @@ def test_prometheus_finds_the_exporter_and_ray_in_one_file(config: ExporterConfi
     assert len(found["ray"]) == 1
     ray.get(exporter.close.remote())
     assert targets(config) == {}
+
+
+def test_an_exporter_whose_port_is_taken_says_so(config: ExporterConfig, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        actor = ray.remote(ExporterActor).remote(ExporterConfig(tmp_path, port=taken.getsockname()[1]))
+        address, failure = ray.get(actor.address.remote())
+    assert address == ""
+    assert "Address already in use" in failure
+    ray.get(actor.accept.remote("j", Counts(Sender.JOB).snapshot(), "1"))

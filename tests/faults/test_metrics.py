@@ -159,7 +159,7 @@ class Job:
             "name": "metrics",
             "tasks": [str(folder / "tasks")],
             "agents": [
-                {"name": "oracle", "samples": 6 + 12 * KILLS},
+                {"name": "oracle", "samples": 6 + 4 * KILLS},
                 {"name": "bash", "samples": 2, "options": {"max_turns": 2}, "policy": "p"},
             ],
             "policies": {"p": {"kind": "scripted", "file": str(folder / "answers.yaml")}},

@@ -17,11 +17,14 @@ import pyarrow as pa
 from rollcage.rollout.arrow import IDENTITY, Location, identities
 from rollcage.rollout.location import damaged
 from rollcage.rollout.schema import NAME, SCHEMAS
-from rollcage.rollout.shards import Shard, first_batch, names_in, write
+from rollcage.rollout.shards import Shard, first_batch, names_in, options_for, write
 
 FAN = 64
 """A ledger that runs merges so many neighbours, when there are so many of one size: a batch is written anew once for
 each power of it, and a run of a million groups has some hundred files."""
+
+PACKED = 2
+"""About how much smaller a small batch is in its shard than in memory."""
 
 LARGE_BYTES = 256 << 20
 """A merged shard is at most about so large."""
@@ -63,12 +66,13 @@ def merge(
     """Put neighbours into one shard. `wanted` is asked before that is there: where it says no, nothing has changed, and
     False is returned. Raises `RunError` for a damaged one, `OSError`."""
     names = _names(location, table, neighbours)
+    options = _options(location, neighbours)
     first = first_batch(location.open_shard(neighbours[0].path, ()))
     path = f"{location.path}/{table}/part-{neighbours[0].first:05d}-{neighbours[-1].last:05d}.arrow"
     batches = (
         batch for shard in neighbours for batch in _batches(location, shard.path, SCHEMAS[table].names)
     )
-    if not write(location.filesystem, path, SCHEMAS[table], batches, first, names, wanted):
+    if not write(location.filesystem, path, SCHEMAS[table], batches, first, names, options, wanted):
         return False
     for shard in neighbours:
         if shard.path != path:
@@ -109,7 +113,8 @@ def withdraw(location: Location, table: str, leaving: Collection[tuple[Any, ...]
             )
             first = first_batch(location.open_shard(shard.path, ()))
             names = _names(location, table, [shard])
-            write(location.filesystem, shard.path, SCHEMAS[table], kept, first, names)
+            options = _options(location, [shard])
+            write(location.filesystem, shard.path, SCHEMAS[table], kept, first, names, options)
             count += gone
     return count
 
@@ -121,6 +126,12 @@ def _names(location: Location, table: str, shards: Sequence[Shard]) -> list[pa.A
         names_in(batch.column(0) for shard in shards for batch in _batches(location, shard.path, (column,)))
         for column in columns
     ]
+
+
+def _options(location: Location, shards: Sequence[Shard]) -> pa.ipc.IpcWriteOptions:
+    """How their batches, which are packed as they lie there, are packed again."""
+    count = sum(location.open_shard(shard.path, ()).num_record_batches for shard in shards)
+    return options_for(PACKED * sum(shard.size for shard in shards), count)
 
 
 def _batches(location: Location, path: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:

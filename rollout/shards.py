@@ -33,6 +33,14 @@ a group of toy rollouts takes fifteen times as long as with lz4, writing and rea
 THREADS_BYTES = 256 << 10
 """From this size of a batch on its buffers are packed in Arrow's threads; handing smaller ones over costs more."""
 
+THREADS_PACKED_BYTES = THREADS_BYTES // 4
+"""The same of a batch as it lies in its shard, for reading."""
+
+FEW = 4
+"""So many columns, of which a reader of tokens needs one, are decoded sooner without threads on a machine at work, and
+about as soon on one that is idle."""
+
+_ALONE = pa.ipc.IpcReadOptions(use_threads=False)
 _SMALL = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 _MIDDLE = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
 SHARD_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -100,12 +108,16 @@ def opened(
     `SchemaVersionError`, `FileNotFoundError`."""
     local = isinstance(filesystem, pa.fs.LocalFileSystem)
     source = pa.memory_map(path) if local else filesystem.open_input_file(path)
-    reader = pa.ipc.open_file(source)
+    reader = pa.ipc.open_file(source, options=_ALONE)
     check_version(reader.schema, path)
-    if columns is None:
+    names = reader.schema.names
+    wanted = sorted(names.index(column) for column in (names if columns is None else columns))
+    threads = len(wanted) > FEW and source.size() > THREADS_PACKED_BYTES * reader.num_record_batches
+    if not wanted or (len(wanted) == len(names) and not threads):
         return reader
-    wanted = sorted(reader.schema.get_field_index(column) for column in columns)
-    return pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=wanted))
+    return pa.ipc.open_file(
+        source, options=pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=threads)
+    )
 
 
 def first_batch(reader: pa.ipc.RecordBatchFileReader) -> int:

@@ -18,12 +18,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs
 import pyarrow.ipc
 
-from rollcage.rollout.group_head import written_head
+from rollcage.rollout.group_head import head_of, written_head
 from rollcage.rollout.schema import NAME, check_version
 
 SMALL_BYTES = 64 << 10
@@ -54,6 +55,9 @@ LISTINGS = 5
 """Of a folder that seems to lack a shard."""
 
 FIRST_BATCH_KEY = b"rollcage.first_batch"
+
+Headed = tuple[pa.RecordBatch, dict[str, Any] | None]
+"""A batch and what is said beside it."""
 
 _SHARD = re.compile(r"part-(\d{5,})(?:-(\d{5,}))?\.arrow")
 
@@ -153,7 +157,7 @@ def write_next(
         if filesystem.get_file_info(path).type is pa.fs.FileType.NotFound:
             break
         place.number += 1  # somebody else's file, which is never written over
-    write(filesystem, path, schema, batches, place.batch)
+    write(filesystem, path, schema, [(batch, head_of(batch)) for batch in batches], place.batch)
     place.number += 1
     place.batch += len(batches)
     return path
@@ -169,7 +173,7 @@ def write(
     filesystem: pa.fs.FileSystem,
     path: str,
     schema: pa.Schema,
-    batches: Iterable[pa.RecordBatch],
+    batches: Iterable[Headed],
     first: int,
     names: Sequence[pa.Array] | None = None,
     options: pa.ipc.IpcWriteOptions | None = None,
@@ -184,15 +188,15 @@ def write(
     columns = [index for index, field in enumerate(schema) if field.type == NAME]
     if names is None or options is None:
         batches = list(batches)
-        names = [names_in(batch.column(index) for batch in batches) for index in columns]
-        options = options_for(sum(batch.nbytes for batch in batches), len(batches))
+        names = [names_in(batch.column(index) for batch, _ in batches) for index in columns]
+        options = options_for(sum(batch.nbytes for batch, _ in batches), len(batches))
     own = schema.with_metadata({**(schema.metadata or {}), FIRST_BATCH_KEY: str(first).encode()})
 
     def fill(sink: pa.NativeFile) -> None:
         with pa.ipc.new_file(sink, own, options=options) as writer:
-            for batch in batches:
+            for batch, head in batches:
                 batch = _renamed(batch, own, columns, names)
-                writer.write_batch(batch, custom_metadata=written_head(batch))
+                writer.write_batch(batch, custom_metadata=written_head(head))
 
     return write_whole(filesystem, path, fill, ready)
 

@@ -2,15 +2,16 @@
 
     python benchmarks/feed.py [--groups 64] [--samples 16] [--rounds 15] [--rate 100] [--seconds 20] [--only read]
 
-- write: shards of four groups through `Location`, against a plain `pyarrow.ipc` file for each, same compression, both
-  synced. Reach: ratio >= 0.8.
+- write: shards of four groups through `Location`, against a plain `pyarrow.ipc` file for each, same compression. Both
+  sync each file; ours also renames it and syncs its folder. Reach: ratio >= 0.8.
 - read: every token column of every group as numpy through `Feed`, against pyarrow's memory map of the same files, each
   segment added up; beside it the memory map of a file that is not compressed. Reach: ratio >= 0.8.
 - latency: a process writes groups through the ledger at a steady rate, another follows; from the moment in which a
   group's last reward is there to the moment in which the trainer has the group. Reach: p95 <= 250 ms at 100 groups/s.
 
-Both sides of a ratio are run in turns, and their fastest rounds are compared: whatever else runs on the machine only
-slows down.
+Both sides of a ratio are run in turns, and the ratio is that of the medians; the one of their processor time, which
+other work on the machine changes less, stands beside it. The load average is printed before and after, and how long a
+bare fsync of 4 kB took during the latency: a commit is a few of them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ import argparse
 import asyncio
 import os
 import random
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -107,16 +112,30 @@ def read_pyarrow(files: Iterable[Path | str]) -> int:
     return total
 
 
-def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+class Seconds(NamedTuple):
+    """What a side took, as the median of its rounds."""
+
+    wall: float
+    processor: float
+
+
+def timed(work: Callable[[], object]) -> Seconds:
+    started, spent = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - started
+    return Seconds(time.perf_counter() - started, time.process_time() - spent)
 
 
-def in_turns(rounds: int, *sides: Callable[[], object]) -> list[float]:
-    """The seconds of each side in its fastest round."""
-    seconds = [[timed(side) for side in sides] for _ in range(rounds)]
-    return [min(times) for times in zip(*seconds, strict=True)]
+def in_turns(rounds: int, *sides: Callable[[], object]) -> list[Seconds]:
+    rows = [[timed(side) for side in sides] for _ in range(rounds)]
+    return [Seconds(*map(statistics.median, zip(*times, strict=True))) for times in zip(*rows, strict=True)]
+
+
+def compared(kind: str, size: float, ours: Seconds, theirs: Seconds) -> None:
+    """One line about `size` MB."""
+    print(
+        f"{kind:8} rollcage {size / ours.wall:5.0f} MB/s   pyarrow {size / theirs.wall:5.0f} MB/s   "
+        f"ratio {theirs.wall / ours.wall:.2f} (of processor time {theirs.processor / ours.processor:.2f})"
+    )
 
 
 def writing(folder: Path, groups: list[pa.RecordBatch], rounds: int) -> None:
@@ -128,10 +147,7 @@ def writing(folder: Path, groups: list[pa.RecordBatch], rounds: int) -> None:
         return work
 
     ours, theirs = in_turns(rounds, side(write_rollcage), side(write_pyarrow))
-    size = sum(group.nbytes for group in groups) / 1e6
-    print(
-        f"write    rollcage {size / ours:7.0f} MB/s   pyarrow {size / theirs:7.0f} MB/s   ratio {theirs / ours:.2f}"
-    )
+    compared("write", sum(group.nbytes for group in groups) / 1e6, ours, theirs)
 
 
 def reading(folder: Path, groups: list[pa.RecordBatch], rounds: int) -> None:
@@ -153,13 +169,12 @@ def reading(folder: Path, groups: list[pa.RecordBatch], rounds: int) -> None:
         lambda: read_pyarrow([raw]),
     )
     size = sum(group.column("segments").nbytes for group in groups) / 1e6
-    print(
-        f"read     rollcage {size / ours:7.0f} MB/s   pyarrow {size / theirs:7.0f} MB/s   ratio {theirs / ours:.2f}"
-    )
+    compared("read", size, ours, theirs)
     disk = sum(os.path.getsize(file) for file in files)
     print(
-        f"         not compressed: pyarrow {size / map_only:.0f} MB/s, {raw.stat().st_size / disk:.1f} times the size "
-        f"({disk / 1e3 / sum(group.num_rows for group in groups):.0f} kB a rollout compressed)"
+        f"         not compressed: pyarrow {size / map_only.wall:.0f} MB/s, "
+        f"{raw.stat().st_size / disk:.1f} times the size ("
+        f"{disk / 1e3 / sum(group.num_rows for group in groups):.0f} kB a rollout compressed)"
     )
 
 
@@ -197,6 +212,28 @@ async def write_at_rate(run: Path, rate: int, seconds: float, samples: int, toke
     await ledger.finish({})
 
 
+class BareSyncs(threading.Thread):
+    """Asks the disk of `folder` some times a second how long one fsync takes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.milliseconds: list[float] = []
+        self._folder = folder
+        self._enough = threading.Event()
+
+    def run(self) -> None:
+        with (self._folder / "bare").open("wb", buffering=0) as file:
+            while not self._enough.wait(0.1):
+                file.write(bytes(4096))
+                started = time.perf_counter()
+                os.fsync(file.fileno())
+                self.milliseconds.append(1000 * (time.perf_counter() - started))
+
+    def stop(self) -> None:
+        self._enough.set()
+        self.join()
+
+
 def latency(folder: Path, rate: int, seconds: float, samples: int, tokens: int) -> None:
     run = folder / "followed"
     options = [
@@ -215,6 +252,8 @@ def latency(folder: Path, rate: int, seconds: float, samples: int, tokens: int) 
     assert writer.stdout
     writer.stdout.readline()
     waits = []
+    bare = BareSyncs(folder)
+    bare.start()
     spent = time.process_time()
     with Feed(run) as feed:
         for group in feed:
@@ -223,6 +262,8 @@ def latency(folder: Path, rate: int, seconds: float, samples: int, tokens: int) 
     spent = time.process_time() - spent
     took = float(writer.stdout.readline())
     writer.wait()
+    bare.stop()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     if len(waits) != int(rate * seconds):
         raise SystemExit(f"{len(waits)} groups came of {int(rate * seconds)}")
     waits.sort()
@@ -230,8 +271,17 @@ def latency(folder: Path, rate: int, seconds: float, samples: int, tokens: int) 
     print(
         f"latency  p50 {at[0.5]:.0f} ms   p95 {at[0.95]:.0f} ms   p99 {at[0.99]:.0f} ms   most {at[1.0]:.0f} ms   at "
         f"{len(waits) / took:.0f} groups/s of {samples} samples with {tokens} tokens; the reader used "
-        f"{100 * spent / took:.0f}% of a core"
+        f"{100 * spent / took:.0f}% of a core, the writer {100 * (used.ru_utime + used.ru_stime) / took:.0f}%"
     )
+    bare.milliseconds.sort()
+    at = {share: bare.milliseconds[int(share * (len(bare.milliseconds) - 1))] for share in (0.5, 0.95, 1.0)}
+    print(
+        f"         a bare fsync meanwhile: p50 {at[0.5]:.1f} ms   p95 {at[0.95]:.1f} ms   most {at[1.0]:.1f} ms"
+    )
+
+
+def print_load() -> None:
+    print("load average", *(f"{load:.1f}" for load in os.getloadavg()), f"on {os.cpu_count()} cores")
 
 
 def main() -> None:
@@ -253,6 +303,7 @@ def main() -> None:
             write_at_rate(options.writer, options.rate, options.seconds, options.pair, options.tokens)
         )
         return
+    print_load()
     with tempfile.TemporaryDirectory(prefix="feed-", dir=".") as scratch:
         groups = make_groups(options.groups, options.samples)
         if options.only in ("write", None):
@@ -261,6 +312,7 @@ def main() -> None:
             reading(Path(scratch), groups, options.rounds)
         if options.only in ("latency", None):
             latency(Path(scratch), options.rate, options.seconds, options.pair, options.tokens)
+    print_load()
 
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ from rollcage.cluster.ended import Known
 from rollcage.cluster.ledger_rows import (
     ALL,
     FAILURES,
-    ROWS_AT_ONCE,
     Call,
     Group,
     blamed_on,
     converted,
     group_of,
     joined,
+    parts,
 )
 from rollcage.rollout.arrow import (
     IDENTITY,
@@ -265,8 +265,8 @@ class Ledger:
 
     def _record(self, table: str, calls: list[Call]) -> None:
         batches: list[tuple[pa.RecordBatch, list[Call]]] = []
-        for start in range(0, len(calls), ROWS_AT_ONCE[table]):
-            batches += converted(table, calls[start : start + ROWS_AT_ONCE[table]])
+        for part in parts(table, calls):
+            batches += converted(table, part)
         if not batches:
             return
         with blamed_on([call for _, rows in batches for call in rows]):

@@ -12,9 +12,13 @@ import pyarrow as pa
 
 from rollcage.rollout.arrow import RunError
 from rollcage.rollout.rows import attempts_batch, rollouts_batch
+from rollcage.rollout.trajectory import Attempt
 
-ROWS_AT_ONCE = {"attempts": 64, "rollouts": 4}
-"""Rows converted by one call into Arrow, which holds the interpreter's lock meanwhile: a few milliseconds."""
+ROWS_AT_ONCE = 64
+"""Rows converted by one call into Arrow, most of whose time is the same for one row as for eight."""
+
+TOKENS_AT_ONCE = 16_000
+"""A call takes no more rows once it has so many tokens: it holds the interpreter's lock for a few milliseconds."""
 
 Group = tuple[str, str, int]
 """Agent, task, and which draw of the task."""
@@ -43,6 +47,19 @@ class Call:
     failure: BaseException | None = None
 
 
+def parts(table: str, calls: Sequence[Call]) -> Iterator[list[Call]]:
+    """The calls whose rows are converted together."""
+    part, size = list[Call](), 0
+    for call in calls:
+        part.append(call)
+        size += _tokens(call.row[0]) if table == "rollouts" else 0
+        if len(part) == ROWS_AT_ONCE or size >= TOKENS_AT_ONCE:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
 def converted(table: str, calls: list[Call]) -> list[tuple[pa.RecordBatch, list[Call]]]:
     """The rows of these calls as one batch; where one can't be converted, each by itself, and that one fails."""
     try:
@@ -52,6 +69,10 @@ def converted(table: str, calls: list[Call]) -> list[tuple[pa.RecordBatch, list[
             return [batch for call in calls for batch in converted(table, [call])]
         calls[0].failure = error
         return []
+
+
+def _tokens(attempt: Attempt) -> int:
+    return sum(len(segment.ids) for segment in attempt.trajectory.segments) if attempt.trajectory else 0
 
 
 @contextmanager
@@ -75,4 +96,7 @@ def joined(rows: list[pa.RecordBatch], table: str) -> list[pa.RecordBatch]:
     """One batch of single rows, samples in order (several batches only where one can't hold them)."""
     if table == "rollouts":
         rows = sorted(rows, key=lambda row: row["sample"][0].as_py())
-    return list(pa.Table.from_batches(rows).unify_dictionaries().combine_chunks().to_batches())
+    try:
+        return [pa.concat_batches(rows)]
+    except pa.ArrowInvalid:  # more than 2**31 tokens together
+        return list(pa.Table.from_batches(rows).unify_dictionaries().combine_chunks().to_batches())

@@ -19,7 +19,7 @@ Invariants:
 - Open groups go before new ones, the one opened first before the others, so retries of an old group come first.
   At most `open_groups` are open, so an outage burns the budgets of those and not of the whole job.
 - What has ended is forgotten, so that a stream, to which groups are added for ever (`add`), costs the memory of what
-  has not, of its tasks, and of the last `REMEMBERED` rollouts.
+  has not, of its tasks, and of the last `roster.REMEMBERED` rollouts.
 - Given what each attempt gives, a rollout's outcome does not depend on the order in which attempts end, except
   where a quarantine saves attempts.
 
@@ -28,11 +28,8 @@ A decision costs O(log rollouts + hosts).
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
-from heapq import heappop, heappush
-from itertools import count
 from types import MappingProxyType
 
 from rollcage.cluster.decisions import (
@@ -48,7 +45,9 @@ from rollcage.cluster.decisions import (
 )
 from rollcage.cluster.placement import Placement
 from rollcage.cluster.retries import Retries, Verdict, row_of
+from rollcage.cluster.roster import Roster
 from rollcage.cluster.state import GroupState, Host, RolloutState, State, TaskState
+from rollcage.cluster.timers import Timers
 from rollcage.rollout.outcome import SUSPECTS, ErrorClass, Outcome, Quarantine
 
 __all__ = [
@@ -66,11 +65,6 @@ __all__ = [
 
 BUILD_SLOTS = 2
 """Preparations at once on one host: a build is mostly one busy core and one busy disk."""
-
-
-REMEMBERED = 10_000
-"""Rollouts that have ended and are still known, so that a second report about an attempt is told from one about an
-attempt that was never dispatched."""
 
 
 class Scheduler:
@@ -104,19 +98,12 @@ class Scheduler:
             raise ValueError("concurrency, open_groups, prepare_ahead and build_slots must be at least 1")
         self._concurrency = concurrency
         self._placement = Placement(open_limit=open_limit, ahead_limit=ahead_limit, build_slots=build_slots)
+        self._roster = Roster(self._placement)
         self._retries = Retries(retries, seed=seed)
         self._now = float("-inf")
-        self._by_id: dict[str, RolloutState] = {}
-        self._live: dict[GroupKey, GroupState] = {}
-        self._forgotten: OrderedDict[str, int] = OrderedDict()
-        """Attempts of the last rollouts that ended, by id."""
-        self._rollouts = self._groups = 0
-        self._indices, self._orders = count(), count()
-        self._tasks: dict[TaskKey, TaskState] = {}
         self._in_flight: dict[str, RolloutState] = {}
         self._preparing: dict[str, tuple[TaskState, Host]] = {}
-        self._timers: list[tuple[float, int, RolloutState | TaskState, int]] = []
-        self._timers_set = 0
+        self._timers = Timers()
         self._quarantined: dict[TaskKey, str] = {}
         self._cancelled = False
         self._dispatched = self._ended = self._late = self._delayed = self._groups_done = 0
@@ -128,48 +115,14 @@ class Scheduler:
             self._placement.set_host(name, capacity)
 
     def _take_in(self, rollouts: Iterable[RolloutKey], earlier: Mapping[RolloutKey, Sequence[str]]) -> None:
-        given = list(rollouts)
-        keys = {_rollout_id(key): key for key in given}
-        if len(keys) < len(given):
-            raise ValueError(f"this rollout was given twice: {Counter(given).most_common(1)[0][0]}")
-        for id_, key in keys.items():
-            if key.group in self._live or id_ in self._forgotten:
-                raise ValueError(f"this rollout, or its group, was given before: {key}")
-        groups: dict[GroupKey, GroupState] = {}
-        for id_, key in keys.items():
-            group = groups.get(key.group)
-            if group is None:
-                group = groups[key.group] = GroupState(
-                    key.group, next(self._orders), self._task(key.task_key)
-                )
-                self._groups += 1
-            rollout = RolloutState(key, id_, next(self._indices), len(group.rollouts), group)
-            self._rollouts += 1
-            for error_class in earlier.get(key, ()):
-                rollout.attempts += 1
-                rollout.failures[error_class] = rollout.failures.get(error_class, 0) + 1
-            self._by_id[id_] = self._placement.rollouts[rollout.index] = rollout
-            group.rollouts.append(rollout)
-            group.unended += 1
-            if not group.task.unended:
-                group.task.delayed = False  # the timer of a task that nothing waits for is not kept
-            group.task.rollouts += 1
-            group.task.unended += 1
-            group.task.fresh += 1
-        for key_, group in groups.items():
-            self._live[key_] = self._placement.groups[group.order] = group.task.groups[group.order] = group
+        groups = self._roster.take_in(rollouts, earlier)
+        for group in groups:
             self._placement.offer(group)
+        for group in groups:
             if self._cancelled or group.task.quarantined is not None:
                 self._finish_all_waiting(group.task)
-        for task in {id(group.task): group.task for group in groups.values()}.values():
+        for task in {id(group.task): group.task for group in groups}.values():
             self._placement.settle(task)
-
-    def _task(self, key: TaskKey) -> TaskState:
-        task = self._tasks.get(key)
-        if task is None:
-            task = self._tasks[key] = TaskState(key, len(self._placement.tasks))
-            self._placement.tasks.append(task)
-        return task
 
     # Decisions
 
@@ -195,16 +148,14 @@ class Scheduler:
         started = self._placement.prepare(spread=len(self._in_flight) < self._concurrency)
         for preparation in started:
             self._preparing[preparation.preparation_id] = (
-                self._tasks[preparation.task],
+                self._roster.tasks[preparation.task],
                 self._placement.hosts[preparation.host],
             )
         return started
 
     def wake_at(self) -> float | None:
         """When the next retry becomes due; None where nothing waits for the time."""
-        while self._timers and not _still_waits(*self._timers[0][2:]):
-            heappop(self._timers)
-        return self._timers[0][0] if self._timers else None
+        return self._timers.next_at()
 
     # Events
 
@@ -224,7 +175,8 @@ class Scheduler:
         self._advance(now)
         rollout = self._in_flight.pop(attempt_id, None)
         if rollout is None:
-            self._count_late_attempt(attempt_id)
+            self._roster.check_was_dispatched(attempt_id)
+            self._late += 1
             return None
         self._ended += 1
         attempt = rollout.attempt
@@ -258,7 +210,7 @@ class Scheduler:
         due = self._now + self._retries.delay(row, failures, retry_after_sec, attempt_id)
         rollout.state = State.DELAYED
         self._delayed += 1
-        self._wake(due, rollout, rollout.attempts)
+        self._timers.set(due, rollout, rollout.attempts)
         return Ended(attempt, row.name, final=False, retry_at=due)
 
     def prepared(
@@ -290,7 +242,7 @@ class Scheduler:
             task.avoid.add(host.name)
             task.delayed = True
             retry_at = self._now + self._retries.delay(row, failures, retry_after_sec, preparation_id)
-            self._wake(retry_at, task, task.preparations)
+            self._timers.set(retry_at, task, task.preparations)
         elif task.ready or task.preparing:
             task.refused.add(host)
         elif task.unended and self.quarantine(task.key, row.name):
@@ -315,14 +267,8 @@ class Scheduler:
     def withdraw(self, now: float) -> list[GroupKey]:
         """Forget the groups of which no rollout was begun, as if they had never been given. Returns them."""
         self._advance(now)
-        unopened = [group for group in self._live.values() if group.opened is None]
+        unopened = self._roster.take_back()
         for group in unopened:
-            self._rollouts -= len(group.rollouts)
-            self._groups -= 1
-            group.task.rollouts -= len(group.rollouts)
-            group.task.unended -= group.unended
-            group.task.fresh -= group.unended
-            self._remove(group)
             self._placement.settle(group.task)
         return [group.key for group in unopened]
 
@@ -351,7 +297,7 @@ class Scheduler:
 
         False where it is quarantined already; the first class stays. The task may be one that is yet to come.
         """
-        state = self._task(task)
+        state = self._roster.task(task)
         if state.quarantined is not None:
             return False
         state.quarantined = self._quarantined[task] = error_class
@@ -388,11 +334,11 @@ class Scheduler:
     @property
     def done(self) -> bool:
         """True once every rollout has ended."""
-        return self._outcomes.total() == self._rollouts
+        return self._outcomes.total() == self._roster.rollouts
 
     def counts(self) -> Counts:
         """Where everything is now."""
-        total = self._rollouts
+        total = self._roster.rollouts
         return Counts(
             rollouts=total,
             waiting=total - self._outcomes.total() - len(self._in_flight) - self._delayed,
@@ -402,7 +348,7 @@ class Scheduler:
             ended=self._ended,
             late=self._late,
             outcomes={outcome: self._outcomes[outcome] for outcome in Outcome},
-            groups=self._groups,
+            groups=self._roster.groups,
             groups_open=self._placement.open_groups,
             groups_done=self._groups_done,
             preparing=len(self._preparing),
@@ -414,10 +360,7 @@ class Scheduler:
     def _advance(self, now: float) -> None:
         """Move the time on and let what is due wait for a host."""
         self._now = max(self._now, now)
-        while self._timers and self._timers[0][0] <= self._now:
-            _, _, waiting, number = heappop(self._timers)
-            if not _still_waits(waiting, number):
-                continue
+        for waiting in self._timers.due(self._now):
             if isinstance(waiting, TaskState):
                 waiting.delayed = False
                 self._placement.settle(waiting)
@@ -425,10 +368,6 @@ class Scheduler:
                 waiting.state = State.WAITING
                 self._delayed -= 1
                 self._placement.place(waiting)
-
-    def _wake(self, due: float, waiting: RolloutState | TaskState, number: int) -> None:
-        self._timers_set += 1
-        heappush(self._timers, (due, self._timers_set, waiting, number))
 
     def _finish(
         self, rollout: RolloutState, outcome: Outcome, error_class: str | None, attempt_id: str | None
@@ -448,17 +387,7 @@ class Scheduler:
                 self._placement.open_groups -= 1
             if group.key.draw and not group.suspected:
                 group.task.suspicions = 0  # or a stream would quarantine every task in the end
-            self._remove(group)
-            for ended in group.rollouts:
-                self._forgotten[ended.id] = ended.attempts
-            while len(self._forgotten) > REMEMBERED:
-                self._forgotten.popitem(last=False)
-
-    def _remove(self, group: GroupState) -> None:
-        """Let go of a group that is over, or was never begun."""
-        del self._live[group.key], self._placement.groups[group.order], group.task.groups[group.order]
-        for rollout in group.rollouts:
-            del self._by_id[rollout.id], self._placement.rollouts[rollout.index]
+            self._roster.forget(group)
 
     def _finish_waiting(self, rollout: RolloutState) -> None:
         """End a rollout that waits, as its task's quarantine or the job's cancellation has it."""
@@ -478,14 +407,6 @@ class Scheduler:
                 self._finish_waiting(rollout)
         self._placement.place_stranded(task)
 
-    def _count_late_attempt(self, attempt_id: str) -> None:
-        rollout_id, _, number = attempt_id.rpartition("-")
-        rollout = self._by_id.get(rollout_id)
-        attempts = self._forgotten.get(rollout_id, 0) if rollout is None else rollout.attempts
-        if not number.isdecimal() or not 0 < int(number) <= attempts:
-            raise KeyError(attempt_id)
-        self._late += 1
-
 
 def _is_at_fault(group: GroupState, row: ErrorClass) -> bool:
     """Whether the task is, now that one more of its rollouts has given up over an error of this class."""
@@ -495,15 +416,3 @@ def _is_at_fault(group: GroupState, row: ErrorClass) -> bool:
         task.suspicions += 1
         return task.suspicions >= min(SUSPECTS, task.rollouts)
     return True
-
-
-def _still_waits(waiting: RolloutState | TaskState, number: int) -> bool:
-    """True where a timer set at this number of attempts or preparations still means something."""
-    if isinstance(waiting, TaskState):
-        return waiting.delayed and waiting.preparations == number and waiting.unended > 0
-    return waiting.state is State.DELAYED and waiting.attempts == number
-
-
-def _rollout_id(key: RolloutKey) -> str:
-    name = key if key.draw else key[:-1]  # a batch job's ids do not depend on there being draws
-    return blake2b("\0".join(map(str, name)).encode(), digest_size=8).hexdigest()

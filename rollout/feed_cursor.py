@@ -90,7 +90,8 @@ class Reader:
             size, base = cursor.get("world_size", self.world_size), cursor.get("base", 0)
             if (cursor.get("rank", self.rank), size) != (self.rank, self.world_size):
                 rounds = -(-(place.groups - base) // size)
-                base += rounds * size
+                # What a world of one has had is had, also where this one's readers have not come to its end yet.
+                base = max([base + rounds * size, *(one.groups for one in taken if one.world_size == 1)])
                 taken.append(Taken(0, 1, 0, base))
             return Start(place, base, tuple(taken))
         ranks = sorted((cursor.get("world_size"), cursor.get("rank")) for cursor in cursors)

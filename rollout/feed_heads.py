@@ -2,14 +2,14 @@
 
 A group is written as one batch. It lies in several where a run was interrupted in it, or was resumed with more
 samples or with retries; then what a later batch says of a sample counts. From the batches up to one of them follows
-what that one made of the group, whoever reads it and whenever: `Standing`. A batch is empty where all its rollouts
-were called off and have been run again.
+what that one made of the group, whoever reads it and whenever: `Standing`. Rollouts that are run again leave their
+batch, whose head goes on to say that they were there; a batch is empty where all of its have left.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,6 +49,9 @@ class Head:
     key: GroupKey | None
     size: int
     rows: Mapping[int, Row]
+    gone: Mapping[int, tuple[bool, int]]
+    """Of samples that are run again and were in it: whether they had ended, and the ordinal before which they had been
+    there."""
 
     @property
     def whole(self) -> bool:
@@ -91,20 +94,30 @@ def make_head(written: Mapping[str, Any], ordinal: int, path: str) -> Head:
             "each: read it with read_groups"
         )
     if not written:
-        return Head(ordinal, None, 0, {})
+        return Head(ordinal, None, 0, {}, {})
     rows = {
         sample: Row(ordinal, place, outcome in VALID, outcome != CANCELLED, reward)
         for place, (sample, outcome, reward) in enumerate(written["rows"])
     }
-    return Head(ordinal, GroupKey(*written["group"]), written["size"], rows)
+    gone = {sample: (outcome != CANCELLED, until) for sample, outcome, until in written.get("gone", ())}
+    return Head(ordinal, GroupKey(*written["group"]), written["size"], rows, gone)
+
+
+def _left(head: Head, ordinal: int) -> Iterator[tuple[int, Row]]:
+    """The rows that a batch had when the batch with this ordinal was written, and has no more."""
+    for sample, (ended, until) in head.gone.items():
+        if ordinal < until:
+            yield sample, Row(head.ordinal, -1, False, ended, 0.0)
 
 
 def standing(heads: Sequence[Head]) -> Standing:
     """The group after the last of these, which are all of its batches so far, in their order."""
     last = heads[-1]
     rows = last.rows
-    if len(heads) > 1:
-        known = {sample: row for head in heads for sample, row in head.rows.items()}
+    if len(heads) > 1 or last.gone:
+        known = {
+            sample: row for head in heads for sample, row in (*_left(head, last.ordinal), *head.rows.items())
+        }
         rows = {sample: known[sample] for sample in range(last.size) if sample in known}
     closed = len(rows) == last.size and all([row.ended for row in rows.values()])
     valid = {sample: row for sample, row in rows.items() if row.valid}

@@ -15,13 +15,17 @@ from typing import Any
 import pyarrow as pa
 
 from rollcage.rollout.arrow import IDENTITY, Location, identities
+from rollcage.rollout.group_head import head_of, lessened, read_head
 from rollcage.rollout.location import damaged
 from rollcage.rollout.schema import NAME, SCHEMAS
-from rollcage.rollout.shards import Shard, first_batch, names_in, write
+from rollcage.rollout.shards import Headed, Shard, first_batch, names_in, options_for, write
 
 FAN = 64
 """A ledger that runs merges so many neighbours, when there are so many of one size: a batch is written anew once for
 each power of it, and a run of a million groups has some hundred files."""
+
+PACKED = 2
+"""About how much smaller a small batch is in its shard than in memory."""
 
 LARGE_BYTES = 256 << 20
 """A merged shard is at most about so large."""
@@ -63,12 +67,13 @@ def merge(
     """Put neighbours into one shard. `wanted` is asked before that is there: where it says no, nothing has changed, and
     False is returned. Raises `RunError` for a damaged one, `OSError`."""
     names = _names(location, table, neighbours)
+    options = _options(location, neighbours)
     first = first_batch(location.open_shard(neighbours[0].path, ()))
     path = f"{location.path}/{table}/part-{neighbours[0].first:05d}-{neighbours[-1].last:05d}.arrow"
     batches = (
-        batch for shard in neighbours for batch in _batches(location, shard.path, SCHEMAS[table].names)
+        headed for shard in neighbours for headed in _batches(location, shard.path, SCHEMAS[table].names)
     )
-    if not write(location.filesystem, path, SCHEMAS[table], batches, first, names, wanted):
+    if not write(location.filesystem, path, SCHEMAS[table], batches, first, names, options, wanted):
         return False
     for shard in neighbours:
         if shard.path != path:
@@ -95,21 +100,23 @@ def compact(
 
 def withdraw(location: Location, table: str, leaving: Collection[tuple[Any, ...]]) -> int:
     """Take the rows of these identities out of the shards, whose batches stay, empty ones too. Returns how many there
-    were. A kill leaves some of them there. Raises as `merge`."""
-    count = 0
+    were. A kill leaves some of them there. The heads go on to tell of them. Raises as `merge`."""
+    count, until = 0, location.batches(table)
     for shard in location.shard_files(table):
-        found = [identities(batch, table) for batch in _batches(location, shard.path, IDENTITY[table])]
-        gone = sum(identity in leaving for batch in found for identity in batch)
+        found = [identities(batch, table) for batch, _ in _batches(location, shard.path, IDENTITY[table])]
+        staying = [[row for row, key in enumerate(keys) if key not in leaving] for keys in found]
+        gone = sum(map(len, found)) - sum(map(len, staying))
         if gone:
             kept = (
-                batch.take(pa.array([row for row, key in enumerate(keys) if key not in leaving], pa.int64()))
-                for batch, keys in zip(
-                    _batches(location, shard.path, SCHEMAS[table].names), found, strict=True
+                (batch.take(pa.array(rows, pa.int64())), head and lessened(head, rows, until))
+                for (batch, head), rows in zip(
+                    _batches(location, shard.path, SCHEMAS[table].names), staying, strict=True
                 )
             )
             first = first_batch(location.open_shard(shard.path, ()))
             names = _names(location, table, [shard])
-            write(location.filesystem, shard.path, SCHEMAS[table], kept, first, names)
+            options = _options(location, [shard])
+            write(location.filesystem, shard.path, SCHEMAS[table], kept, first, names, options)
             count += gone
     return count
 
@@ -118,17 +125,26 @@ def _names(location: Location, table: str, shards: Sequence[Shard]) -> list[pa.A
     """What each column of names holds in all of these shards."""
     columns = [field.name for field in SCHEMAS[table] if field.type == NAME]
     return [
-        names_in(batch.column(0) for shard in shards for batch in _batches(location, shard.path, (column,)))
+        names_in(
+            batch.column(0) for shard in shards for batch, _ in _batches(location, shard.path, (column,))
+        )
         for column in columns
     ]
 
 
-def _batches(location: Location, path: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _options(location: Location, shards: Sequence[Shard]) -> pa.ipc.IpcWriteOptions:
+    """How their batches, which are packed as they lie there, are packed again."""
+    count = sum(location.open_shard(shard.path, ()).num_record_batches for shard in shards)
+    return options_for(PACKED * sum(shard.size for shard in shards), count)
+
+
+def _batches(location: Location, path: str, columns: Sequence[str]) -> Iterator[Headed]:
     reader = location.open_shard(path, columns)
     for index in range(reader.num_record_batches):
         try:
-            yield reader.get_batch(index)
-        except (pa.ArrowInvalid, OSError) as error:
+            batch, said = reader.get_batch_with_custom_metadata(index)
+            yield batch, head_of(batch) if said is None else read_head(said)
+        except (ValueError, OSError) as error:  # pa.ArrowInvalid is a ValueError
             raise damaged(path, error) from error
 
 

@@ -1,17 +1,20 @@
 """A run's rollouts into a file of one format: one group at a time in memory, and the whole file or none.
 
-What is written goes to a temporary place beside the output and is renamed at the end. A rollout that the format can't
+What is written goes to a temporary place beside the output and is renamed at the end. One that a killed export left is
+deleted by the next export to the same output: whoever writes holds a lock on it. A rollout that the format can't
 hold ends the export with the number of such rollouts and why, unless they are to be left out.
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -145,17 +148,16 @@ def _write_lines(rows: Iterator[Row], sink: IO[bytes]) -> int:
 
 def _write_files(rows: Iterator[Row], output: Path, check: Callable[[], None]) -> int:
     """A file a row, moved into the directory `output` once all are written."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     names = []
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as held:
+    with _temporary(output, tempfile.mkdtemp) as held:
         for row in rows:
             names.append(row["_file"])
             content = {name: value for name, value in row.items() if name != "_file"}
-            (Path(held) / names[-1]).write_bytes(_line(content) + b"\n")
+            (held / names[-1]).write_bytes(_line(content) + b"\n")
         check()
         output.mkdir(exist_ok=True)
         for name in names:
-            os.replace(Path(held) / name, output / name)
+            os.replace(held / name, output / name)
     return len(names)
 
 
@@ -170,16 +172,56 @@ def _is_there(output: Path) -> bool:
 @contextmanager
 def _in_place(output: Path) -> Iterator[Path]:
     """A place to write to, which becomes `output` when all went well, and is gone otherwise."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{output.name}.", dir=output.parent)
-    os.close(descriptor)
-    place = Path(name)
-    try:
+    with _temporary(output, _make_file) as place:
         yield place
         place.chmod(0o666 & ~_umask())
         os.replace(place, output)
+
+
+@contextmanager
+def _temporary(output: Path, make: Callable[[None, str, Path], str]) -> Iterator[Path]:
+    """A place beside `output`, locked by whoever writes it and gone in the end; those of killed exports go now."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{output.name}.export-"
+    for left in output.parent.glob(f"{glob.escape(prefix)}*"):
+        _remove_left(left)
+    while True:
+        place = Path(make(None, prefix, output.parent))
+        lock = os.open(place, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.exists():
+            break
+        os.close(lock)  # another export took it for left before it was locked
+    try:
+        yield place
     finally:
+        _remove(place)
+        os.close(lock)
+
+
+def _remove_left(place: Path) -> None:
+    with suppress(FileNotFoundError):  # its export ended meanwhile
+        lock = os.open(place, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(place)
+        except BlockingIOError:
+            return  # its export is at work
+        finally:
+            os.close(lock)
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
         place.unlink(missing_ok=True)
+
+
+def _make_file(suffix: str | None, prefix: str, directory: Path) -> str:
+    descriptor, name = tempfile.mkstemp(suffix, prefix, directory)
+    os.close(descriptor)
+    return name
 
 
 def _umask() -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rollcage.cluster.scheduler import REMEMBERED, RolloutKey, Scheduler, TaskKey
+from rollcage.cluster.roster import REMEMBERED
+from rollcage.cluster.scheduler import RolloutKey, Scheduler, TaskKey
 from rollcage.rollout.outcome import Outcome
 
 SAMPLES, TASKS, CONCURRENCY = 8, 50, 48
@@ -185,7 +186,7 @@ def test_a_second_report_is_told_from_one_about_an_attempt_that_never_was() -> N
     assert scheduler.counts().late == 1
     with pytest.raises(KeyError):
         scheduler.ended(first.attempt_id[:-1] + "2", Outcome.PASSED, None, None, 1.0)
-    assert len(scheduler._forgotten) <= REMEMBERED
+    assert len(scheduler._roster.forgotten) <= REMEMBERED
 
 
 def verifier_fails(scheduler: Scheduler, draw: int, failing: int, now: float) -> bool:
@@ -267,6 +268,6 @@ def test_whatever_happens_between_adding_and_withdrawing_everything_ends_once(se
     assert scheduler.done
     assert len(ends) == len(set(ends))
     assert set(ends) == given
-    assert not scheduler._by_id
+    assert not scheduler._roster.by_id
     assert not scheduler._placement.rollouts
     assert not scheduler._placement.groups

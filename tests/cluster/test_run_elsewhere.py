@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,7 +17,8 @@ from rollcage.cluster import ledger as ledger_module
 from rollcage.cluster.ledger import Ledger
 from rollcage.metrics.report import summarize
 from rollcage.rollout.arrow import Location, NoRun, RunBusy, RunError, RunExists, read_attempts, read_rollouts
-from rollcage.rollout.feed import read_groups
+from rollcage.rollout.feed import Feed, read_groups
+from rollcage.rollout.feed_files import acknowledgements
 from rollcage.rollout.location import default_journal
 from rollcage.rollout.outcome import Outcome
 from rollcage.rollout.trajectory import Attempt, Reward
@@ -92,6 +94,25 @@ async def test_a_run_is_written_to_a_bucket_killed_and_gone_on_with(bucket: str,
     third = Ledger.create(run, {"n": 2}, overwrite=True)
     assert read_rollouts(run).num_rows == 0
     third.close()
+
+
+async def test_a_trainer_follows_a_run_in_a_bucket_and_goes_on_from_its_cursor(bucket: str) -> None:
+    run = f"{bucket}/followed"
+    ledger = Ledger.create(run, {"job": "demo"})
+    await record(ledger, "a")
+    with Feed(run, columns=["sample"]) as feed:
+        first = feed.poll()
+        assert first
+        following = asyncio.create_task(asyncio.to_thread(feed.poll, None))
+        await record(ledger, "b")
+        second = await following
+        await record(ledger, "c")
+        await ledger.finish({})
+        assert second
+        assert [first.task, second.task, *(group.task for group in feed)] == ["a", "b", "c"]
+        assert feed.ended
+    assert [one.batch for one in acknowledgements(run)] == [3]
+    assert [group.task for group in Feed(run, start=first.cursor, columns=["sample"])] == ["b", "c"]
 
 
 async def test_objects_are_merged_while_the_run_goes_on(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

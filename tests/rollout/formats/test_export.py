@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import subprocess
@@ -88,6 +89,25 @@ def test_what_does_not_fit_is_refused_with_number_and_reason_and_nothing_is_left
 def test_a_trainers_format_never_holds_an_invalid_rollout(run: Any, name: str) -> None:
     with pytest.raises(Unfit, match=r"1: no valid reward: invalid \(image_build\)"):
         exported(run, name, invalid=True)
+
+
+@pytest.mark.parametrize("name", ["sharegpt", "atif", "parquet"])
+def test_what_a_killed_export_left_goes_with_the_next_and_what_one_at_work_holds_stays(
+    run: Any, tmp_path: Path, name: str
+) -> None:
+    place = tmp_path / "here"
+    place.mkdir()
+    (place / ".out.export-left").write_text("half")
+    (place / ".out.export-folder").mkdir()
+    (place / ".out.export-folder" / "one.json").write_text("half")
+    for other in (".out.mine", ".outer.export-left"):
+        (place / other).touch()
+    held = place / ".out.export-held"
+    held.touch()
+    with held.open() as at_work:
+        fcntl.flock(at_work, fcntl.LOCK_EX)
+        export(run, FORMATS[name], place / "out", Selection(where=Where("task = 'calls'")), skip_unfit=True)
+    assert {path.name for path in place.iterdir()} == {held.name, ".out.mine", ".outer.export-left", "out"}
 
 
 def test_an_invalid_rollout_is_exported_where_it_is_asked_for(run: Any, tmp_path: Path) -> None:

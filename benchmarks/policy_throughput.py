@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle_task import write_task
+from oracle_task import FILES, write_task
 from rich.console import Console
 from trivial_agent import TrivialAgent
 from waiting_sessions import waiting
@@ -85,7 +85,9 @@ class Rollouts:
     """Jobs of one task, whose policy is `served`."""
 
     def __init__(self, scratch: Path, options: argparse.Namespace) -> None:
-        self.task = load_task(write_task(scratch / f"task-{uuid.uuid4().hex[:8]}"))
+        settings = FILES["task.toml"].replace("timeout_sec = 60.0", "timeout_sec = 3600.0")
+        task = write_task(scratch / f"task-{uuid.uuid4().hex[:8]}", files={"task.toml": settings})
+        self.task = load_task(task)
         self.runs = scratch
         self.options = options
 

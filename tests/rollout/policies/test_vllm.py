@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -111,6 +112,10 @@ async def test_sampling_that_vllm_refuses_is_not_called_an_overflow(engine: Vllm
         assert error.value.error_class == "policy_refused"
     with pytest.raises(TypeError), translated("generate"):
         raise TypeError("of vLLM itself, which is nobody's parameter")
+
+
+async def test_who_is_sent_the_tokenizer_does_not_load_vllm_for_it(engine: VllmEngine) -> None:
+    assert b"vllm" not in pickle.dumps(engine.tokenizer)
 
 
 async def test_the_engine_core_sleeps_while_its_worker_computes(engine: VllmEngine) -> None:

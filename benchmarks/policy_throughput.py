@@ -3,8 +3,8 @@
 Rollcage's side is whole rollouts of a job: the driver, a host's actor, Docker sandboxes, an agent that runs a trivial
 command after each answer, the verifier, the ledger, and a replica of vLLM in Ray. The other side is vLLM's `AsyncLLM`
 in a bare process, with the same arguments and threads, fed the very prompts of those rollouts, turn after turn, with
-the same seeds, lengths and concurrency. Answers have a fixed length. Runs of both are interleaved; medians are
-compared.
+the same seeds, lengths and concurrency. The length of each answer is drawn from a seed, between half of `--tokens` and
+one and a half (`trivial_agent.py`). Runs of both are interleaved; medians are compared.
 
 Then new replicas: the same rollouts over one and over two, and what part of their prompts was in a prefix cache.
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle_task import write_task
+from oracle_task import FILES, write_task
 from rich.console import Console
 from trivial_agent import TrivialAgent
 from waiting_sessions import waiting
@@ -85,14 +85,16 @@ class Rollouts:
     """Jobs of one task, whose policy is `served`."""
 
     def __init__(self, scratch: Path, options: argparse.Namespace) -> None:
-        self.task = load_task(write_task(scratch / f"task-{uuid.uuid4().hex[:8]}"))
+        settings = FILES["task.toml"].replace("timeout_sec = 60.0", "timeout_sec = 3600.0")
+        task = write_task(scratch / f"task-{uuid.uuid4().hex[:8]}", files={"task.toml": settings})
+        self.task = load_task(task)
         self.runs = scratch
         self.options = options
 
     async def run(self, served: ServedPolicy, *, seed: int) -> Run:
         """One job: its rollouts' samples draw with seeds of this `seed`."""
         options, key = self.options, TaskKey(self.task.name, self.task.digest)
-        sampling = Sampling(max_tokens=options.tokens, extra={"ignore_eos": True})
+        sampling = Sampling(max_tokens=options.tokens * 3 // 2, extra={"ignore_eos": True})
         agent = AgentPlan(
             "trivial",
             f"{TrivialAgent.__module__}:{TrivialAgent.__name__}",
@@ -259,7 +261,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=24)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer, on average")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--waiting", type=int, metavar="SESSIONS", help="measure this many that wait, instead"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -105,6 +106,16 @@ class VllmPolicyConfig(Settings):
         default=600.0, description="How long an engine may take for one answer, its queue included."
     )
     sampling: SamplingConfig = Field(default=SamplingConfig(), description=SAMPLING)
+
+    def setting_of(self, said: str) -> tuple[str, ...]:
+        """Which of these settings an engine that did not start is about: the first of its own arguments, or of what
+        else may be wrong with it, that it names, as vLLM's command line does or its Python; else the model."""
+        words = set(re.findall(r"\w+", said.replace("-", "_").replace("__", " ")))
+        for key in self.engine_args:
+            if key in words:
+                return ("engine_args", key)
+        given = (key for key in ("tool_parser", "reasoning_parser", "lora") if getattr(self, key) is not None)
+        return (next((key for key in given if key in words), "model"),)
 
 
 class OpenAIPolicyConfig(Settings):

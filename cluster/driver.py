@@ -370,7 +370,7 @@ class Driver:
                 self._unsteered.add(host.name)
                 self._progress.say(f"host {host.name} starts nothing ahead: {load.evidence.message}")
             return
-        self._progress.turns[host.name] = load.turns
+        self._progress.so_far[host.name] = (load.turns, load.tokens)
         concurrency = self._plan.concurrency
         capacity = concurrency if load.room is None else max(1, min(concurrency, load.room))
         if self._capacities.get(host.name) != capacity:
@@ -400,7 +400,7 @@ class Driver:
         if host.name in self._lost:
             return
         self._lost.add(host.name)
-        self._progress.turns.pop(host.name, None)
+        self._progress.so_far.pop(host.name, None)
         self._scheduler.host_up(host.name, 0, time.monotonic())
         self._progress.say(f"host {host.name} is lost; what ran on it is tried again")
         self._spawn(self._replace(host), self._replacing)

@@ -60,10 +60,11 @@ class Prepared:
 
 class HostLoad(NamedTuple):
     """How a host is. `room`: how many attempts it can hold at once as things are, None where it knows of no limit.
-    `turns`: those that the attempts which run have had so far."""
+    `turns`, `tokens`: those that the attempts which run have had and sampled so far."""
 
     room: int | None
     turns: int = 0
+    tokens: int = 0
 
 
 class HostClient(Protocol):
@@ -279,8 +280,9 @@ class SandboxHost:
             ]
         )
         waiting = self._pool.waiting
-        turns = sum(len(trajectory.turns) for trajectory in self._trajectories.values())
-        return HostLoad(len(self._running) - waiting + QUEUE if waiting else None, turns)
+        turns = [turn for trajectory in self._trajectories.values() for turn in trajectory.turns]
+        tokens = sum(turn.completion_tokens for turn in turns)
+        return HostLoad(len(self._running) - waiting + QUEUE if waiting else None, len(turns), tokens)
 
     async def drop_states(self, attempt_id: str) -> None:
         await self._pool.states.drop(attempt_id)

@@ -63,7 +63,7 @@ class ServedPolicy:
         try:
             self._placement = placement_of(config)
         except InputError as error:
-            raise InputError(f"policies.{name}: {error}") from error
+            raise InputError(f"policies.{name}: {error}").about("policies", name) from error
         self._settings = replace(replica_settings(config, model, self._placement, check_sec), metrics=metrics)
         self._make_engine = make_engine
         self._say_line = say
@@ -230,25 +230,28 @@ class ServedPolicy:
         except ValueError as error:
             raise InputError(
                 f"policies.{self.name}: {config.model}: {error}; `engine_args: {{tokenizer: ...}}` names another"
-            ) from error
+            ).about("policies", self.name, "model") from error
 
     def _require(self, replicas: int) -> None:
         try:
             require_resources(self._placement, replicas)
         except CouldNotRun as error:
-            raise CouldNotRun(f"policy {self.name}: {error}") from error
+            raise CouldNotRun(f"policy {self.name}: {error}").about("policies", self.name) from error
 
     async def _begin(self, replica: Supervised, of: int) -> ReplicaInfo:
         began = time.monotonic()
         which = f"replica {replica.number} of {of}"
         try:
             info = await replica.start(self._weights)
-        except ValueError as error:
-            raise InputError(f"policies.{self.name}: {which}: {error}") from error
         except CouldNotRun as error:
-            raise CouldNotRun(f"policy {self.name}: {which}: {error}") from error
-        except RolloutError as error:
-            raise CouldNotRun.because(RuntimeError(f"policy {self.name}: {which}: {error}")) from error
+            raise CouldNotRun(f"policy {self.name}: {which}: {error}").about("policies", self.name) from error
+        except (ValueError, RolloutError) as error:
+            setting = ("policies", self.name, *self._config.setting_of(str(error)))
+            said = f"{which}: {error} (see {'.'.join(setting)})"
+            if isinstance(error, ValueError):
+                raise InputError(f"policies.{self.name}: {said}").about(*setting) from error
+            failed = RuntimeError(f"policy {self.name}: {said}")
+            raise CouldNotRun.because(failed).about(*setting) from error
         self._say(f"{which} ready after {time.monotonic() - began:.0f} s")
         return info
 

@@ -27,8 +27,8 @@ class JobProgress:
         self, total: int | None, console: Console, redact: Callable[[str], str] = lambda text: text
     ) -> None:
         self.redact = redact
-        self.turns: dict[str, int] = {}
-        """By host: those that its running attempts have had so far."""
+        self.so_far: dict[str, tuple[int, int]] = {}
+        """By host: turns that its running attempts have had, and tokens that they have sampled."""
         self._console = console
         self._total = total
         self._outcomes: Counter[str] = Counter()
@@ -91,8 +91,9 @@ class JobProgress:
         for outcome, colour in _COLOURS.items():
             if count := self._outcomes[outcome]:
                 parts.append(f"[{colour}]{count} {outcome}[/]" if markup else f"{count} {outcome}")
-        turns = sum(self.turns.values())
-        parts.append(f"{in_flight} in flight" + (f" ({turns} turns so far)" if in_flight and turns else ""))
+        turns, tokens = (sum(counts) for counts in zip((0, 0), *self.so_far.values(), strict=True))
+        so_far = f" ({turns} turns" + (f", {tokens} tokens" if tokens else "") + " so far)"
+        parts.append(f"{in_flight} in flight" + (so_far if in_flight and turns else ""))
         if preparing:
             parts.append(f"{preparing} images in the making")
         parts.append(f"{self._outcomes.total() / max(now - self._started, 1e-9):.1f}/s")

@@ -10,7 +10,8 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any, Protocol
 
 from rollcage.rollout.agents.options import BadOption, NoSuchOption, check_options, option_named
@@ -92,11 +93,18 @@ def load_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
 
 def known_agents() -> list[str]:
     """Names that `load_agent` finds by entry point."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
+    return sorted({point.name for point in _installed()})
+
+
+@cache
+def _installed() -> EntryPoints:
+    """Looked for once in a process: that reads a file of every distribution, which would take longer than the rest of
+    what is done for a rollout before its sandbox starts."""
+    return entry_points(group=GROUP)
 
 
 def _find(name: str) -> Any:
-    for point in entry_points(group=GROUP):
+    for point in _installed():
         if point.name == name:
             return point.load()
     if ":" not in name:

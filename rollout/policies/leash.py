@@ -7,9 +7,10 @@ nobody's child, for Ray kills the children of an actor that it ends.
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import subprocess
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -49,7 +50,7 @@ between the look at what it has and its end. Python's own process that removes w
 knows also what somebody else's processes had who was faster with killing them."""
 
 PULL_SEC = 60.0
-"""How long `Leash.pull` waits: on a busy machine a round over all processes takes seconds."""
+"""What `Leash.pull` waits at most: on a busy machine a round over all processes takes seconds."""
 
 _SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|vllm_dist_)\S+")
 """Names of Python's `multiprocessing`, and of the memory by which vLLM's workers on a CPU share tensors."""
@@ -61,12 +62,18 @@ class Leash:
 
     def __init__(self, pids: Iterable[int] = (), *, scratch: Path | None = None) -> None:
         self._scratch = scratch
-        with subprocess.Popen(
-            ["/bin/sh", "-c", _WAIT_AND_KILL, "rollcage-leash", str(scratch or ""), *map(str, pids)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        ) as shell:
-            self._held, shell.stdin = shell.stdin, None
+        over, theirs = os.pipe()  # the shell's end of it is closed when the shell has ended
+        self._over = open(over, "rb", buffering=0)  # noqa: SIM115
+        try:
+            with subprocess.Popen(
+                ["/bin/sh", "-c", _WAIT_AND_KILL, "rollcage-leash", str(scratch or ""), *map(str, pids)],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=(theirs,),
+            ) as shell:
+                self._held, shell.stdin = shell.stdin, None
+        finally:
+            os.close(theirs)
 
     def also(self, files: Iterable[Path]) -> None:
         """Remove these too: once a process is dead, what it had can no longer be seen."""
@@ -78,15 +85,21 @@ class Leash:
         if self._held is not None:
             with suppress(BrokenPipeError):
                 self._held.close()
+        self._over.close()
 
     def pull(self) -> None:
-        """Kill what it holds now, with all that this leaves, and wait for that; it must have a `scratch`."""
+        """Kill what it holds now, with all that this leaves, and wait for that; it must have a `scratch`. Raises
+        `TimeoutError` where that is still there after `PULL_SEC`, or its shell was killed before it was done."""
         assert self._scratch is not None, "its end is the sign"
         if self._held is not None:
             self._held.close()
-        until = time.monotonic() + PULL_SEC
-        while self._scratch.exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        ended = select.poll()
+        ended.register(self._over, select.POLLIN | select.POLLHUP)
+        done = bool(ended.poll(PULL_SEC * 1000))
+        self._over.close()
+        if self._scratch.exists():
+            why = "its shell was killed" if done else f"not done within {PULL_SEC:g} s"
+            raise TimeoutError(f"processes of an engine, or {self._scratch}, are still there: {why}")
 
     def _tell(self, lines: str) -> None:
         if self._held is not None and not self._held.closed:

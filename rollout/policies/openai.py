@@ -35,6 +35,7 @@ async def openai_policy(settings: ServerSettings, *, name: str = "openai") -> Po
         offer = await probe(server)
     finally:
         await server.close()
+    server.found = True
     if tokenizer is None:
         return ChatPolicy(server, offer, name=name)
     if offer.max_model_len is None:

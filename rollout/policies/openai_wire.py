@@ -47,14 +47,20 @@ class ServerSettings:
 
 
 class Server:
-    """Asks one server. It can be pickled: each process, and each event loop in it, makes a client of its own."""
+    """Asks one server. It can be pickled: each process, and each event loop in it, makes a client of its own.
 
-    def __init__(self, settings: ServerSettings) -> None:
+    `found`: the model has answered at this URL before. A 404 is then no mistake of the user's but one that can pass: of
+    vLLM, whose adapter is between two versions or not loaded yet after a restart; of a proxy whose server is not back
+    (while vLLM and SGLang load a model themselves they take no connection, or hold it).
+    """
+
+    def __init__(self, settings: ServerSettings, found: bool = False) -> None:
         self.settings = settings
+        self.found = found
         self._lines: dict[asyncio.AbstractEventLoop, Lines] = {}
 
     def __reduce__(self) -> Any:
-        return Server, (self.settings,)
+        return Server, (self.settings, self.found)
 
     async def ask(
         self,
@@ -185,6 +191,9 @@ class Server:
         """As `policy_fault` names it; what only the user can mend is said plainly."""
         fault = policy_fault(error, doing)
         settings = self.settings
+        if fault.evidence.status == 404 and self.found:
+            said = f"the server knows no {settings.model} any more, which it knew before: {fault.message}"
+            return PolicyError("policy_unavailable", said, fault.evidence, fault.retry_after_sec)
         plain = {
             401: f"the server wants a key, or another one: set {settings.api_key_env} on each host",
             403: f"the key of {settings.api_key_env} may not use {settings.model}",

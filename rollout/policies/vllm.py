@@ -34,6 +34,7 @@ from rollcage.rollout.policies.vllm_launch import (
     Launched,
     cpu_threads,
     launch,
+    plain_tokenizer,
 )
 from rollcage.rollout.policies.vllm_load import EngineLoad
 from rollcage.rollout.policies.vllm_parsers import AnswerParser, require_parsers
@@ -261,10 +262,10 @@ class VllmEngine:
             raise
         llm = self._launched.llm
         self.max_model_len = llm.model_config.max_model_len
-        self.tokenizer = llm.get_tokenizer()
+        self.tokenizer = plain_tokenizer(llm)
         if any(require):
             self._parser = AnswerParser(
-                self.tokenizer,
+                llm.get_tokenizer(),
                 llm.model_config,
                 tool_parser=self._tool_parser,
                 reasoning_parser=self._reasoning_parser,

@@ -37,7 +37,11 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 """Where the user sets none. 1 GiB of KV cache, not half of the machine's memory; threads unbound, because the
 engine shares the cores with the sandboxes."""
 
-CPU_ARGUMENTS = {"enforce_eager": True, "dtype": "float32"}
+CPU_ARGUMENTS = {
+    "enforce_eager": True,
+    "dtype": "float32",
+    "distributed_executor_backend": "rollcage.rollout.policies.vllm_executor.SleepingExecutor",
+}
 """Likewise. vLLM's own choice, bfloat16, is half as fast on a CPU without instructions for it."""
 
 COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -147,6 +151,15 @@ def launch(
     shared = seen.union(*(shared_memory(process.pid) for process in processes))
     leash.also(shared)
     return Launched(llm, recorder, processes, shared, scratch, leash)
+
+
+def plain_tokenizer(llm: Any) -> Any:
+    """The engine's tokenizer without the wrappers that vLLM puts around it, each of which pickles as its maker and what
+    it wraps: with them every process that is sent it, and so every host of sandboxes, would load vLLM and torch."""
+    tokenizer = llm.get_tokenizer()
+    while type(tokenizer).__module__ == "vllm.tokenizers.hf":
+        tokenizer = tokenizer.__reduce__()[1][0]
+    return tokenizer
 
 
 def cpu_threads() -> int:

@@ -13,26 +13,29 @@ from rollcage.rollout.policies.faults import policy_fault
 
 def sampling_params(sampling: Sampling, structure: Structure | None = None) -> Any:
     """vLLM's own, for one final output with the log-probability of each sampled token. The stop string stays
-    in the text, as its tokens stay in the ids. Text is made only where a stop string must be found in it."""
+    in the text, as its tokens stay in the ids. Text is made only where a stop string must be found in it. Raises
+    `PolicyError` (`policy_refused`) for a parameter of `sampling.extra` that there is none of, or of another type."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop=list(sampling.stop),
-        seed=sampling.seed,
-        **{
-            "logprobs": 0,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-            "include_stop_str_in_output": True,
-            "detokenize": bool(sampling.stop),
-            "structured_outputs": None if structure is None else _structured(structure),
-            **sampling.extra,
-        },
-    )
+    parameters = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "stop": list(sampling.stop),
+        "seed": sampling.seed,
+        "logprobs": 0,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        "include_stop_str_in_output": True,
+        "detokenize": bool(sampling.stop),
+        "structured_outputs": None if structure is None else _structured(structure),
+        **sampling.extra,
+    }
+    try:
+        return SamplingParams(**parameters)
+    except TypeError as error:
+        raise policy_fault(error, f"sample with {sorted(sampling.extra)}", status=400) from error
 
 
 def require_structure(structure: Structure, llm: Any) -> None:
@@ -65,8 +68,6 @@ def translated(doing: str) -> Iterator[None]:
         raise policy_fault(error, doing, status=429) from error
     except VLLMError as error:
         raise policy_fault(_cause(error), doing, status=_status(error)) from error
-    except TypeError as error:  # a parameter that there is none of
-        raise policy_fault(error, doing, status=400) from error
     except (ValueError, TimeoutError) as error:
         raise policy_fault(error, doing) from error
 

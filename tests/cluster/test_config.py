@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from rollcage.cluster.config import ConfigError, JobConfig, job_schema, load_job
+from rollcage.cluster.config_policies import VllmPolicyConfig
 from rollcage.cluster.errors import InputError
 from rollcage.rollout.policies.base import Sampling
 
@@ -341,6 +342,23 @@ def test_a_models_directory_is_looked_for_on_this_machine_only_where_it_is_serve
     )
     assert list(load_job(path).used_policies()) == ["p"]
     assert load_job(path, ["policies.p.model=/no/such", "ray.address=head:6379"]).ray.address == "head:6379"
+
+
+@pytest.mark.parametrize(
+    ("said", "setting"),
+    [
+        ("no room: raise gpu_memory_utilization", ("engine_args", "gpu_memory_utilization")),
+        ("8192 is too long, see --max-model-len.", ("engine_args", "max_model_len")),
+        ("tool_parser: there is no hermes2", ("tool_parser",)),
+        ("the lora is of another model", ("model",)),
+    ],
+)
+def test_an_engine_that_does_not_start_is_told_with_the_setting_that_it_names(
+    said: str, setting: tuple[str, ...]
+) -> None:
+    engine_args = {"max_model_len": 8192, "gpu_memory_utilization": 0.1}
+    config = VllmPolicyConfig(kind="vllm", model="m", engine_args=engine_args, tool_parser="hermes2")
+    assert config.setting_of(said) == setting
 
 
 def test_every_setting_is_described() -> None:

@@ -139,7 +139,7 @@ class Host:
         self.closed = 0
         self.gone: HostLost | None = None
         self.room: int | None = None
-        self.turns = 0
+        self.so_far = (0, 0)
         self.coming: list[list[str]] = []
 
     async def prepare(self, task: Task) -> Prepared:
@@ -154,7 +154,7 @@ class Host:
         self.coming.append(list(coming))
         if self.gone is not None:
             raise self.gone
-        return HostLoad(self.room, self.turns)
+        return HostLoad(self.room, *self.so_far)
 
     async def run(self, spec: AttemptSpec, policy: str | None) -> Attempt:
         self.world.asked.append(spec)
@@ -429,10 +429,10 @@ async def test_while_nothing_ends_the_turns_say_that_something_goes_on(
     ):
         monkeypatch.setattr(module, name, 0.02)
     world = World(tmp_path, tasks=1, samples=1)
-    world.hosts[0].turns = 3
+    world.hosts[0].so_far = (3, 120)
     held = Held(world)
     job = asyncio.ensure_future(world.drive())
-    await until(lambda: "0/1 rollouts, 1 in flight (3 turns so far), " in world.text)
+    await until(lambda: "0/1 rollouts, 1 in flight (3 turns, 120 tokens so far), " in world.text)
     held.go.set()
     assert (await job).outcomes == {("passed", None): 1}
     assert "1/1 rollouts, 1 passed, 0 in flight, " in world.text

@@ -314,6 +314,7 @@ async def test_a_policy_that_does_not_start_ends_the_start_of_the_others(
     await until(lambda: all(file.exists() for file in starts))
     pids = [int(file.read_text().split()[0]) for file in starts]
     (tmp_path / "other" / "loads").unlink()
-    with pytest.raises(CouldNotRun, match=r"policy other: replica 1 of 1: .*no room for it"):
+    with pytest.raises(CouldNotRun, match=r"policy other: replica 1 of 1: .*no room for it") as failed:
         await serving_both
+    assert failed.value.setting == ("policies", "other", "model")
     await until(lambda: not any(map(psutil.pid_exists, pids)))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rollcage.rollout.policies.leash import Leash, shared_memory
 
@@ -111,3 +112,19 @@ def test_shared_memory_that_no_process_shows_any_more_goes_by_pythons_own_proces
     assert not scratch.exists()
     assert not memory.exists()
     assert not tracker.is_running() or tracker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_leash_whose_shell_was_killed_says_what_is_still_there(tmp_path: Path) -> None:
+    leash = Leash(scratch=tmp_path)
+    [shell] = [one for one in psutil.process_iter() if str(tmp_path) in _command(one)]
+    shell.kill()
+    with pytest.raises(TimeoutError, match="its shell was killed"):
+        leash.pull()
+    assert tmp_path.exists()
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -307,6 +307,17 @@ async def test_what_no_other_try_mends_ends_the_turn_at_once(
     assert fault.evidence.said_by == "policy server"
 
 
+async def test_a_model_that_was_there_and_is_loaded_anew_is_waited_for(server: Scripted) -> None:
+    server.replies = [completion()]
+    policy = pickle.loads(pickle.dumps(await openai_policy(server.settings(tokens="none"))))
+    server.replies = [refusal(404, "The model `m` does not exist."), completion("back")]
+    assert (await turn(policy)).text == "back"
+    server.replies = [refusal(404, "The model `m` does not exist.")]
+    fault = await fault_of(ChatPolicy(Server(server.settings(retry_sec=0.1), found=True), Offer()))
+    assert (fault.error_class, fault.evidence.status) == ("policy_unavailable", 404)
+    assert "knows no m any more" in fault.message
+
+
 async def test_what_servers_word_in_their_own_way_is_read(server: Scripted) -> None:
     parts = [
         {"type": "thinking", "thinking": "Hm."},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from rollcage.rollout.policies.base import Sampling, Structure, Tool
 from rollcage.rollout.policies.engine import Parsed, TokenPolicy
 from rollcage.rollout.policies.vllm import VllmEngine
 from rollcage.rollout.policies.vllm_launch import root_cause, structured_outputs
+from rollcage.rollout.policies.vllm_requests import translated
 from rollcage.rollout.policies.vllm_update import how_to_update
 from rollcage.rollout.policies.vllm_weights import how_to_load
 from rollcage.rollout.trajectory import Message
@@ -108,6 +110,26 @@ async def test_sampling_that_vllm_refuses_is_not_called_an_overflow(engine: Vllm
         with pytest.raises(PolicyError) as error:
             await engine.generate([5], wrong, request_id="wrong")
         assert error.value.error_class == "policy_refused"
+    with pytest.raises(TypeError), translated("generate"):
+        raise TypeError("of vLLM itself, which is nobody's parameter")
+
+
+async def test_who_is_sent_the_tokenizer_does_not_load_vllm_for_it(engine: VllmEngine) -> None:
+    assert b"vllm" not in pickle.dumps(engine.tokenizer)
+
+
+async def test_the_engine_core_sleeps_while_its_worker_computes(engine: VllmEngine) -> None:
+    """Else one of two cores is lost to it. Where others want both it has less, and this sees less."""
+
+    def spent() -> list[float]:
+        below = psutil.Process().children(recursive=True)
+        found = [next(p for p in below if name in p.name()).cpu_times() for name in ("EngineCore", "Worker")]
+        return [times.user + times.system for times in found]
+
+    before = spent()
+    await engine.generate([5] * 20, replace(ENDLESS, max_tokens=100), request_id="long")
+    core, worker = (after - then for after, then in zip(spent(), before, strict=True))
+    assert core < worker / 4
 
 
 async def test_stop_strings_end_an_answer_and_stay_in_it(engine: VllmEngine) -> None:

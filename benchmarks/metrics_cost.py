@@ -1,8 +1,7 @@
 """What metrics cost on the way of a rollout: oracle rollouts with an exporter that is told, against none. Reach: <= 1%.
 
 Runs of both are interleaved on one cluster, each kind first in turn; medians are compared. A machine's noise is larger
-than what is looked for, so that beside it the time is printed that the process spent in counting and telling: that of
-the driver, and that of one host, as a share of the run.
+than what is looked for, so that beside it the time is printed that the driver spent in counting, as a share of the run.
 
     python benchmarks/metrics_cost.py [--rollouts 48] [--repeats 5] [--concurrency 8]
 """

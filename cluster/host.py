@@ -134,7 +134,6 @@ class SandboxHost:
         self._least_sec: dict[str, float] = {}
         self._copies = TaskCopies()
         self._reaping: asyncio.Task[None] | None = None
-        self._counts = HostCounts(self.name)
 
     async def open(self, after: str | None = None) -> str:
         """Reach the engine and return this host's name. What is past its deadline there is removed, and
@@ -144,6 +143,7 @@ class SandboxHost:
         want internet and could not be kept from this machine.
         """
         spec = self._spec
+        self._counts = HostCounts(self.name)
         self._engine = await asyncio.to_thread(Engine, spec.sandbox.docker_host)
         try:
             self._traits = await engine_traits(self._engine)

@@ -257,3 +257,36 @@ def test_copies_of_a_host_that_was_killed_are_removed_by_the_next(
     assert not dead._root.exists()
     living.close()
     assert not list(Path(tempfile.gettempdir()).iterdir())
+
+
+async def test_a_host_counts_what_it_makes_and_what_its_networks_hold(write_task: Any) -> None:
+    held = "#!/bin/sh\nuntil [ -e /go ]; do sleep 0.1; done\ntouch /app/hello\n"
+    toml = '[environment]\nmemory_mb = 64\nnetwork_mode = "public"\n'
+    task = load_task(write_task("tasks/one", toml=toml, solve=held))
+    broken = load_task(write_task("tasks/two", dockerfile=f"{DOCKERFILE}RUN exit 7\n"))
+    async with opened(
+        SandboxSettings(pids=128, deadline_sec=300.0, network_modes=frozenset({"public"}))
+    ) as host:
+        await host.prepare(task)
+        await host.prepare(broken)
+        attempt = asyncio.create_task(host.run(spec(task), None))
+        for _ in range(600):
+            if host._pool.in_use:
+                break
+            await asyncio.sleep(0.1)
+        during = await host.counted()
+        [sandbox] = host._pool._held.values()
+        await sandbox.sandbox.write({"/go": b""})
+        assert (await attempt).outcome is Outcome.PASSED
+        await host._pool.drained()
+        after = await host.counted()
+    name = host.name
+    assert during.values["sandboxes"]["in_use", name] == 1
+    assert during.values["network_leases"]["shared", name] == during.values["bridge_ports_in_use"][name,] == 1
+    assert during.values["network_capacity"]["shared", name] == host._pool.networks.capacity().leases_possible
+    assert during.values["bridge_ports"][name,] == 1023
+    assert during.values["disk_free_bytes"][name,] > 0
+    assert after.values["network_leases"]["shared", name] == after.values["sandboxes"]["in_use", name] == 0
+    assert after.values["image_builds"]["task_fault",] == 1
+    assert after.histograms["sandbox_acquire_seconds"]["cold",].total == 1
+    assert after.histograms["sandbox_remove_seconds"][()].total == 1

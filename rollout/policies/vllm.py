@@ -1,6 +1,6 @@
 """vLLM as a policy: tokens in, tokens and their log-probabilities out.
 
-`VllmEngine` is vLLM's `AsyncLLM` in this process (its core and its workers run in processes of their own), a
+`VllmEngine` is vLLM's `AsyncLLM` in this process (its core, and several workers, run in processes of their own), a
 `TokenEngine`. Its parts: `vllm_launch.py` brings an engine up and down, `vllm_parsers.py` takes answers apart,
 `vllm_weights.py` reads what is to be loaded, `vllm_load.py` keeps the engine's word on its load.
 

@@ -1,8 +1,8 @@
-"""The executor of engines on a CPU: vLLM's own, but that its engine core sleeps while a worker computes a step.
+"""The executor of engines with several workers on a CPU: vLLM's own, but its engine core sleeps while they compute.
 
 vLLM's waits for the step in a loop without end, for it takes a millisecond on a GPU. On a CPU it takes a hundred, and
 of two cores one is lost to that loop, which sandboxes, Ray and the worker itself want. Loaded by vLLM in the process of
-its engine core, by name (`CPU_ARGUMENTS`).
+its engine core, by name (`SEVERAL_WORKERS_ON_CPU`).
 """
 
 from __future__ import annotations

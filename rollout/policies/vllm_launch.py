@@ -40,9 +40,14 @@ engine shares the cores with the sandboxes."""
 CPU_ARGUMENTS = {
     "enforce_eager": True,
     "dtype": "float32",
-    "distributed_executor_backend": "rollcage.rollout.policies.vllm_executor.SleepingExecutor",
+    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
-"""Likewise. vLLM's own choice, bfloat16, is half as fast on a CPU without instructions for it."""
+"""Likewise. vLLM's own choice, bfloat16, is half as fast on a CPU without instructions for it. One worker computes in
+the process of the engine's core: vLLM gives it one of its own, to set OpenMP's variables there, which are set here
+before any of them starts. That one costs 0.7 GiB and a third of the start, and is waited for in a loop."""
+
+SEVERAL_WORKERS_ON_CPU = "rollcage.rollout.policies.vllm_executor.SleepingExecutor"
+"""The `distributed_executor_backend` of an engine with several."""
 
 COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}
 """Of structured answers: between the fields of a JSON object there may be white space without end otherwise, and small

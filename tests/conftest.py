@@ -19,12 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages: local_ray, tiny_models
 
 # In one process Ray keeps the first token that it was given, for every cluster that is started later.
 os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)
+
+# Of an engine's first token, 7 s of a processor are a kernel that torch compiles for it: once is enough, for the
+# engine of tests/rollout/policies that has the small model.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+# How fast a machine makes examples is no fault of the tests'.
+settings.register_profile("rollcage", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rollcage")
 
 ROOT = Path(__file__).parent.parent
 

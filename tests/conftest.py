@@ -26,6 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages: local_r
 # In one process Ray keeps the first token that it was given, for every cluster that is started later.
 os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)
 
+# Of an engine's first token, 7 s of a processor are a kernel that torch compiles for it: once is enough, for the
+# engine of tests/rollout/policies that has the small model.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
 ROOT = Path(__file__).parent.parent
 
 VLLM = "vllm"

@@ -126,11 +126,13 @@ def vllm_server(vllm_servers: VllmServers) -> VllmServer:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine() -> AsyncIterator[VllmEngine]:
-    """The last test of test_vllm.py kills it."""
+    """As users have it: kernels are compiled (tests/conftest.py). The last test of test_vllm.py kills it."""
     engine = VllmEngine(
         str(smollm2.prepare()), {"max_model_len": CONTEXT, "max_num_seqs": 8}, tool_parser="hermes"
     )
-    await engine.start()
+    with pytest.MonkeyPatch.context() as environ:
+        environ.delenv("TORCHDYNAMO_DISABLE", raising=False)
+        await engine.start()
     yield engine
     await engine.close()
 

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-TOKENS = 500
+TOKENS = 1500
 LONG = Sampling(temperature=1.0, max_tokens=TOKENS, extra={"ignore_eos": True})
 """A second or two of the tiny model."""
 

@@ -227,9 +227,10 @@ def ray() -> Iterator[None]:
 @pytest.mark.vllm
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray")
-async def test_a_replica_whose_engine_is_killed(here: Site, model: Path, record: Record) -> None:
+async def test_a_replica_whose_engine_is_killed(here: Site, record: Record, tmp_path: Path) -> None:
     """CASES 28, 29 and 30: the rollout goes on with the ids as they were sampled, where there is time for that. What a
     random model says is not what its text would be tokenized to."""
+    model = tiny_model(tmp_path / "tiny")  # a fast one: the engine is stopped before it is asked
     config = VllmPolicyConfig(
         kind="vllm", model=str(model), engine_args={"max_model_len": 4096, "max_num_seqs": 8}
     )

@@ -21,6 +21,7 @@ from rollcage.cluster.cli_again import regrade, replay
 from rollcage.cluster.cli_common import DockerHost, Exit, Json, err, out
 from rollcage.cluster.cli_common import print_json as _print_json
 from rollcage.cluster.cli_export import export
+from rollcage.cluster.cli_observe import observe
 from rollcage.cluster.cli_policy import policy_app
 from rollcage.cluster.cli_report import compare, report
 from rollcage.cluster.cli_resume import compact, resume
@@ -52,7 +53,12 @@ app.command()(regrade)
 app.command()(export)
 app.command()(report)
 app.command()(compare)
+<<<<<<< HEAD
 app.command()(top)
+=======
+app.command()(observe)
+app.command(hidden=True)(top)  # until jobs start the exporter
+>>>>>>> 3a57c954eb533c3b49122a3ebe4d0b1987953f7b
 
 # typer brings a click of its own, whose base class it does not export.
 UsageProblem: type[Exception] = next(

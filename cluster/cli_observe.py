@@ -22,8 +22,13 @@ PASSWORD_FILE = "exporter-password"
 
 def observe(
     targets: Annotated[
-        Path, typer.Option("--targets", help="The file that the exporter keeps: what there is to scrape.")
-    ] = CACHE / "metrics" / "targets.json",
+        Path | None,
+        typer.Option(
+            "--targets",
+            help="The directory with the files of exporters: what there is to scrape. A job's metrics.targets; by "
+            "default rollcage/targets in the user's state directory.",
+        ),
+    ] = None,
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Prometheus' port.")] = 9090,
     grafana_port: Annotated[
         int, typer.Option("--grafana-port", min=1, max=65535, help="Grafana's port, where it is installed.")
@@ -50,7 +55,13 @@ def observe(
     from rollcage.metrics.observe import Watch
     from rollcage.metrics.provisioning import Login
     from rollcage.metrics.server_process import CannotObserve
+    from rollcage.rollout.location import state_directory
 
+    targets = (state_directory() / "targets") if targets is None else targets.expanduser()
+    if targets.exists() and not targets.is_dir():
+        raise InputError(
+            f"--targets: {targets} is no directory; a job's metrics.targets is one, of *.json files"
+        )
     if (user is None) != (password is None):
         raise InputError("--user and --password (or ROLLCAGE_EXPORTER_PASSWORD) go together")
     if certificate is not None and not certificate.is_file():
@@ -64,7 +75,7 @@ def observe(
                 str(_kept(data, password)) if password is not None else None,
                 str(certificate.resolve()) if certificate is not None else None,
             )
-        watch = Watch(targets.expanduser(), data, port, grafana_port, login, demo)
+        watch = Watch(targets, data, port, grafana_port, login, demo)
         asyncio.run(_until_ended(watch))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise typer.Exit(Exit.DONE) from None

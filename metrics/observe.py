@@ -25,6 +25,7 @@ from rollcage.metrics.provisioning import (
     Login,
     grafana_dashboards,
     grafana_data_sources,
+    grafana_settings,
     prometheus_config,
 )
 from rollcage.metrics.server_process import CannotObserve, check_port, first_to_end, server, url_of
@@ -44,8 +45,9 @@ INSTALL = (
 
 @dataclass(frozen=True)
 class Watch:
-    """What to look at, and where. `targets`: the file that the exporter keeps (`targets.py`); it may come later.
-    `data`: a directory, made where there is none. `demo`: look at simulated sources, and not at `targets`."""
+    """What to look at, and where. `targets`: the directory in which each exporter keeps a file (`targets.py`); it may
+    come later. `data`: a directory, made where there is none. `demo`: look at simulated sources, and not at
+    `targets`."""
 
     targets: Path
     data: Path
@@ -67,11 +69,11 @@ async def observe(watch: Watch, say: Callable[[str], None]) -> None:
     watch = replace(watch, data=data, targets=watch.targets.resolve())
     async with AsyncExitStack() as stack:
         if watch.demo:
-            watch = replace(watch, targets=data / "demo-targets.json", login=None)
+            watch = replace(watch, targets=data / "demo-targets", login=None)
             exporter = await stack.enter_async_context(_demo(watch.targets))
             say(f"a demo: simulated hosts and jobs at {exporter}")
-        elif not watch.targets.is_file():
-            say(f"{watch.targets} is not there yet: a job writes it. --demo has simulated sources.")
+        elif not any(watch.targets.glob("*.json")):
+            say(f"nothing to scrape in {watch.targets} yet: a job writes it. --demo has simulated sources.")
         prometheus = await stack.enter_async_context(_prometheus(program, watch))
         say(f"Prometheus: {url_of(watch.port)} (alerts: {url_of(watch.port)}/alerts)")
         running = {"Prometheus": prometheus}
@@ -123,7 +125,7 @@ async def _demo(targets: Path) -> AsyncIterator[str]:
     ticks = asyncio.create_task(tick())
     try:
         address = f"127.0.0.1:{served.port}"
-        write_targets(targets, {"rollcage": [address]})
+        write_targets(targets / "demo.json", {"rollcage": [address]})
         yield f"http://{address}/metrics"
     finally:
         ticks.cancel()
@@ -157,21 +159,12 @@ async def _grafana(program: list[str], watch: Watch) -> AsyncIterator[Process]:
     for kind, content in files.items():
         (provisioning / kind).mkdir(parents=True, exist_ok=True)
         (provisioning / kind / "rollcage.yaml").write_text(json.dumps(content, indent=2), encoding="utf-8")
-    # Whoever reaches loopback may look; nobody can log in with the password that Grafana comes with.
     settings = {
         "GF_PATHS_DATA": str(home / "data"),
         "GF_PATHS_LOGS": str(home / "logs"),
         "GF_PATHS_PLUGINS": str(home / "plugins"),
         "GF_PATHS_PROVISIONING": str(provisioning),
-        "GF_SERVER_HTTP_ADDR": "127.0.0.1",
-        "GF_SERVER_HTTP_PORT": str(watch.grafana_port),
-        "GF_AUTH_ANONYMOUS_ENABLED": "true",
-        "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
-        "GF_AUTH_BASIC_ENABLED": "false",
-        "GF_AUTH_DISABLE_LOGIN_FORM": "true",
-        "GF_ANALYTICS_REPORTING_ENABLED": "false",
-        "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
-        "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": str(DASHBOARDS / "rollcage-overview.json"),
+        **grafana_settings(watch.grafana_port, str(DASHBOARDS)),
     }
     command = [*program, *(["--homepath", str(where)] if (where := _grafana_home(program[0])) else [])]
     async with server(

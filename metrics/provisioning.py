@@ -1,6 +1,6 @@
 """What Prometheus and Grafana are given: their configurations, as the files that they read.
 
-`observe.py` writes them for this machine; the files of `compose/` and of `k8s/metrics/` hold the same.
+`observe.py` writes them for this machine; the files of `metrics/compose/` and of `k8s/metrics/` hold the same.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rollcage.metrics.targets import KINDS
 
 RULES = Path(__file__).parent / "rules"
 RULE_FILES = ("recording.yaml", "alerts.yaml")
@@ -34,28 +36,33 @@ class Login:
 
 
 def prometheus_config(targets: str, rules: str, login: Login | None = None) -> dict[str, Any]:
-    """prometheus.yml. `targets`: the file for `file_sd_configs` (`targets.py`); `rules`: the directory of the rules.
+    """prometheus.yml. `targets`: the directory of the files for `file_sd_configs` (`targets.py`); `rules`: that of the
+    rules.
 
-    The exporter has a scrape configuration of its own, because nobody else may be told its password.
+    Each kind of target has a scrape configuration of its own: the exporter and replicas of vLLM ask for the password,
+    the exporter alone speaks TLS, and Ray may be told no password.
     """
-    ours: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     if login is not None and login.user is not None:
-        ours["basic_auth"] = {"username": login.user, "password_file": login.password}
+        asked["basic_auth"] = {"username": login.user, "password_file": login.password}
+    tls: dict[str, Any] = {}
     if login is not None and login.certificate is not None:
-        ours |= {"scheme": "https", "tls_config": {"ca_file": login.certificate}}
-    found = [{"files": [targets], "refresh_interval": f"{SCRAPE_SEC}s"}]
+        tls = {"scheme": "https", "tls_config": {"ca_file": login.certificate}}
+    how = {"rollcage": asked | tls, "ray": {}, "vllm": asked}
+    found = [{"files": [f"{targets}/*.json"], "refresh_interval": f"{SCRAPE_SEC}s"}]
     return {
         "global": {"scrape_interval": f"{SCRAPE_SEC}s", "evaluation_interval": "15s"},
         "rule_files": [f"{rules}/{name}" for name in RULE_FILES],
         "scrape_configs": [
-            {"job_name": "rollcage", "file_sd_configs": found, "relabel_configs": [_job("keep")], **ours},
-            {"job_name": "engines", "file_sd_configs": found, "relabel_configs": [_job("drop")]},
+            {
+                "job_name": kind,
+                "file_sd_configs": found,
+                "relabel_configs": [{"source_labels": ["job"], "regex": kind, "action": "keep"}],
+                **how[kind],
+            }
+            for kind in KINDS
         ],
     }
-
-
-def _job(action: str) -> dict[str, Any]:
-    return {"source_labels": ["job"], "regex": "rollcage", "action": action}
 
 
 def grafana_data_sources(url: str) -> dict[str, Any]:
@@ -90,4 +97,20 @@ def grafana_dashboards(directory: str) -> dict[str, Any]:
                 "options": {"path": directory},
             }
         ],
+    }
+
+
+def grafana_settings(port: int, dashboards: str) -> dict[str, str]:
+    """Variables of Grafana's environment. Whoever reaches `port` of loopback may look; nobody can log in with the
+    password that Grafana comes with. `dashboards`: the directory of their JSON."""
+    return {
+        "GF_SERVER_HTTP_ADDR": "127.0.0.1",
+        "GF_SERVER_HTTP_PORT": str(port),
+        "GF_AUTH_ANONYMOUS_ENABLED": "true",
+        "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
+        "GF_AUTH_BASIC_ENABLED": "false",
+        "GF_AUTH_DISABLE_LOGIN_FORM": "true",
+        "GF_ANALYTICS_REPORTING_ENABLED": "false",
+        "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+        "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": f"{dashboards}/rollcage-overview.json",
     }

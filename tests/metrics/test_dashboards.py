@@ -37,7 +37,7 @@ def panels(board: Board) -> list[dict[str, Any]]:
     ]
 
 
-def vllm_s(query: str) -> set[str]:
+def vllm_metrics_of(query: str) -> set[str]:
     return set(re.findall(r"vllm:\w+", query))
 
 
@@ -89,14 +89,14 @@ def test_a_panel_has_all_that_a_reader_needs(board: Board) -> None:
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_every_metric_of_a_query_exists(query: str) -> None:
-    assert metrics_of(query) or vllm_s(query)
+    assert metrics_of(query) or vllm_metrics_of(query)
     assert not unknown(query, RECORDED)
-    assert vllm_s(query) <= vllm_metrics.samples()
+    assert vllm_metrics_of(query) <= vllm_metrics.samples()
 
 
 def test_a_metric_that_vllm_has_not_would_be_found() -> None:
-    assert not vllm_s("rate(vllm:num_preemptions[5m])") <= vllm_metrics.samples()
-    assert not vllm_s("rate(vllm:gpu_cache_usage_perc[5m])") <= vllm_metrics.samples()
+    assert not vllm_metrics_of("rate(vllm:num_preemptions[5m])") <= vllm_metrics.samples()
+    assert not vllm_metrics_of("rate(vllm:gpu_cache_usage_perc[5m])") <= vllm_metrics.samples()
     assert vllm_metrics.declared()["vllm:num_preemptions"].labels == ("model_name", "engine")
 
 

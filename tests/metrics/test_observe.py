@@ -141,29 +141,34 @@ def engine() -> Iterator[tuple[str, list[str | None]]]:
     thread.join()
 
 
-def test_targets_may_come_later_and_the_exporters_password_goes_to_nobody_else(
+def test_targets_may_come_later_and_the_exporters_password_goes_to_ray_never(
     tmp_path: Path, engine: tuple[str, list[str | None]], simulated: Exporter
 ) -> None:
-    targets, data = tmp_path / "later" / "targets.json", tmp_path / "data"
+    targets, data = tmp_path / "later", tmp_path / "data"
     (tmp_path / "grafana-less").mkdir()
     (tmp_path / "grafana-less" / "prometheus").symlink_to(str(shutil.which("prometheus")))
     server = serve(simulated, port=0, user="u", password="secret")
+    replica = serve(simulated, port=0, user="u", password="secret")
     options = ["--targets", targets, "--data", data, "--user", "u"]
     environ = {"ROLLCAGE_EXPORTER_PASSWORD": "secret", "PATH": str(tmp_path / "grafana-less")}
     try:
         with observing(*options, **environ) as (said, prometheus):
-            assert said[0].startswith(f"{targets} is not there yet")
+            assert said[0].startswith(f"nothing to scrape in {targets} yet")
             text = "\n".join(said)
             assert "Dashboards, New, Import" in text
             assert f"{DASHBOARDS}/*.json" in text
-            write_targets(targets, {"rollcage": [f"127.0.0.1:{server.port}"], "vllm": [engine[0]]})
+            exporters = {"rollcage": [f"127.0.0.1:{server.port}"], "ray": [engine[0]]}
+            write_targets(targets / "9410.json", exporters)
+            write_targets(targets / "9411.json", {"vllm": [f"127.0.0.1:{replica.port}"]})
             assert [one["metric"]["job"] for one in prometheus.wait_for("rollcage_host_up")] == [
                 "rollcage"
             ] * 3
-            assert [one["metric"]["job"] for one in prometheus.wait_for("engine_works")] == ["vllm"]
-            assert {one["metric"]["job"] for one in prometheus.query("up")} == {"rollcage", "vllm"}
+            assert [one["metric"]["job"] for one in prometheus.wait_for("engine_works")] == ["ray"]
+            prometheus.wait_for('up{job="vllm"} == 1')
+            assert {one["metric"]["job"] for one in prometheus.query("up")} == {"rollcage", "ray", "vllm"}
     finally:
         server.close()
+        replica.close()
     assert set(engine[1]) == {None}
     assert (data / "exporter-password").stat().st_mode & 0o777 == 0o600
 
@@ -195,7 +200,11 @@ def test_a_prometheus_that_ends_by_itself_is_told_with_the_end_of_its_log(tmp_pa
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--user", "u"], "--user and --password"), (["--certificate", "none.pem"], "none.pem is no file")],
+    [
+        (["--user", "u"], "--user and --password"),
+        (["--certificate", "none.pem"], "none.pem is no file"),
+        (["--targets", __file__], f"{__file__} is no directory"),
+    ],
 )
 def test_options_that_do_not_go_together_are_bad_input(options: list[str], said: str, tmp_path: Path) -> None:
     status, error = refused("--data", tmp_path / "data", *options)
@@ -209,11 +218,13 @@ def test_promtool_takes_the_configuration_of_a_guarded_exporter(tmp_path: Path) 
     login = Login("u", str(tmp_path / "password"), str(tmp_path / "ca.pem"))
     rules = Path(__file__).parents[2] / "metrics" / "rules"
     file = tmp_path / "prometheus.yml"
-    write_targets(tmp_path / "targets.json", {"rollcage": ["127.0.0.1:9410"]})
-    file.write_text(json.dumps(prometheus_config(str(tmp_path / "targets.json"), str(rules), login)))
+    write_targets(tmp_path / "9410.json", {"rollcage": ["127.0.0.1:9410"]})
+    file.write_text(json.dumps(prometheus_config(str(tmp_path), str(rules), login)))
     done = subprocess.run(["promtool", "check", "config", file], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    ours, others = json.loads(file.read_text())["scrape_configs"]
+    ours, ray, vllm = json.loads(file.read_text())["scrape_configs"]
     assert (ours["scheme"], ours["basic_auth"]["username"]) == ("https", "u")
-    assert {"scheme", "basic_auth", "tls_config"}.isdisjoint(others)
+    assert {"scheme", "basic_auth", "tls_config"}.isdisjoint(ray)
+    assert vllm["basic_auth"] == ours["basic_auth"]
+    assert {"scheme", "tls_config"}.isdisjoint(vllm)
     assert json.loads(file.read_text())["global"]["scrape_interval"] == f"{SCRAPE_SEC}s"

@@ -30,7 +30,8 @@ class Declared:
 def declared() -> dict[str, Declared]:
     """Those of its logger for Prometheus, by name."""
     spec = find_spec("vllm")
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     source = Path(spec.submodule_search_locations[0]) / "v1" / "metrics" / "loggers.py"
     found = {}
     for node in ast.walk(ast.parse(source.read_text("utf-8"))):

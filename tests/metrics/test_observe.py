@@ -16,15 +16,17 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import yaml
+from prometheus_client import REGISTRY, Gauge
 from real_prometheus import Prometheus
 
 from rollcage.metrics.dashboards.build import BOARDS
 from rollcage.metrics.exporter import Exporter
 from rollcage.metrics.provisioning import DASHBOARDS, SCRAPE_SEC, Login, prometheus_config
-from rollcage.metrics.serving import serve
+from rollcage.metrics.serving import serve, serve_process
 from rollcage.metrics.targets import write_targets
 
 ROLLCAGE = Path(sys.executable).parent / "rollcage"
@@ -171,6 +173,21 @@ def test_targets_may_come_later_and_the_exporters_password_goes_to_ray_never(
         replica.close()
     assert set(engine[1]) == {None}
     assert (data / "exporter-password").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_colons_of_vllms_names_are_kept_whatever_format_a_scraper_likes_best() -> None:
+    made = Gauge("engine:works", "As vLLM calls its own.")
+    server = serve_process()
+    try:
+        asked = Request(
+            f"http://127.0.0.1:{server.port}/metrics",
+            headers={"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"},
+        )
+        with urlopen(asked, timeout=60) as answer:
+            assert b"\nengine:works 0.0\n" in answer.read()
+    finally:
+        server.close()
+        REGISTRY.unregister(made)
 
 
 def test_without_prometheus_it_says_how_to_install_it(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from rollcage.metrics.serving import serve
 
 KINDS = {"_counter_cls": Counter, "_gauge_cls": Gauge, "_histogram_cls": Histogram}
 COMMON = ("model_name", "engine")
@@ -80,14 +82,12 @@ def simulated_vllm() -> Iterator[str]:
                 child = metric.labels(*("x" for _ in metric._labelnames))
                 child.observe(1) if isinstance(child, Histogram) else child.inc()
 
-    server, thread = start_http_server(0, "127.0.0.1", registry)
+    server = serve(registry, port=0, plain=True)
     worker = Thread(target=work)
     worker.start()
     try:
-        yield f"127.0.0.1:{server.server_port}"
+        yield f"127.0.0.1:{server.port}"
     finally:
         stop.set()
         worker.join()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.close()

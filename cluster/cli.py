@@ -21,6 +21,7 @@ from rollcage.cluster.cli_again import regrade, replay
 from rollcage.cluster.cli_common import DockerHost, Exit, Json, err, out
 from rollcage.cluster.cli_common import print_json as _print_json
 from rollcage.cluster.cli_export import export
+from rollcage.cluster.cli_observe import observe
 from rollcage.cluster.cli_policy import policy_app
 from rollcage.cluster.cli_report import compare, report
 from rollcage.cluster.cli_resume import compact, resume
@@ -53,6 +54,7 @@ app.command()(export)
 app.command()(report)
 app.command()(compare)
 app.command()(top)
+app.command()(observe)
 
 # typer brings a click of its own, whose base class it does not export.
 UsageProblem: type[Exception] = next(

@@ -43,6 +43,7 @@ past the most are counted as `{OTHER}`; a source with which there would be more 
 uncounted.
 
 The first job of a Ray cluster starts the exporter, as its `metrics:` settings say (README); it ends with the cluster.
+[observe.md](observe.md) says how Prometheus and Grafana are started beside it.
 """
 
 _SENDERS = {

@@ -65,9 +65,11 @@ def serve(
     password: str | None = None,
     certificate: Path | None = None,
     key: Path | None = None,
+    plain: bool = False,
 ) -> Server:
     """Answer scrapes at `http://host:port/metrics`, on loopback unless told. With `user` and `password`, only those who
-    give them (basic authentication); with `certificate` and `key` (PEM), by TLS.
+    give them (basic authentication); with `certificate` and `key` (PEM), by TLS. `plain`: in Prometheus' text format,
+    whatever else a scraper likes better.
 
     Raises `OSError` where the port is taken or a file cannot be read, `ssl.SSLError` where it is no certificate or not
     its key, `ValueError` for half of a pair.
@@ -77,6 +79,8 @@ def serve(
     registry = CollectorRegistry()
     registry.register(exporter)
     app = make_wsgi_app(registry)
+    if plain:
+        app = _plain(app)
     if user is not None:
         app = _guarded(app, f"{user}:{password}")
     context = None
@@ -96,7 +100,15 @@ def serve(
 def serve_process(**settings: Any) -> Server:
     """Answer scrapes with what libraries of this process have put into `prometheus_client`'s own registry, as vLLM
     does, on any free port. `settings` are those of `serve`; its errors are raised."""
-    return serve(REGISTRY, port=0, **settings)
+    return serve(REGISTRY, port=0, plain=True, **settings)
+
+
+def _plain(app: Callable[..., Any]) -> Callable[..., Any]:
+    """`app` without its choice of formats: in OpenMetrics, which Prometheus 2 asks for, `prometheus_client` writes the
+    colons of vLLM's names as underscores."""
+    return lambda environ, start_response: app(
+        {name: value for name, value in environ.items() if name != "HTTP_ACCEPT"}, start_response
+    )
 
 
 def _guarded(app: Callable[..., Any], credentials: str) -> Callable[..., Any]:

@@ -1,4 +1,7 @@
-"""Policies: tokens, queues, replicas and the versions of their weights."""
+"""Policies: tokens, queues, replicas and the versions of their weights, and beside them what vLLM says of itself.
+
+Names of vLLM's metrics are those of `vllm.v1.metrics.loggers`; its label `model_name` is the name that it serves.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,20 @@ def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
         )
         for q in (0.5, 0.95)
     )
+
+
+def _vllm_quantiles(metric: str) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (
+            f"histogram_quantile({q}, sum by (le, model_name) (rate(vllm:{metric}_bucket{RATE})))",
+            f"{{{{model_name}}}} p{q * 100:g}",
+        )
+        for q in (0.5, 0.95)
+    )
+
+
+def _vllm_rate(counter: str, by: str = "model_name") -> str:
+    return f"sum by ({by}) (rate(vllm:{counter}_total{RATE}))"
 
 
 POLICIES = Board(
@@ -72,6 +89,31 @@ POLICIES = Board(
                   ((f"rollcage_policy_version{_HERE}", "{{policy}}"),), "none", width=12),
             Graph("Staleness", "Versions that a rollout's oldest turn was behind when it ended.",
                   _quantiles("rollcage_policy_staleness_versions"), "short", width=12),
+        )),
+        Row("vLLM's own", (
+            Graph("vLLM: requests", "As vLLM itself counts them: in a batch, and waiting for a place in one.",
+                  tuple((f"sum by (model_name) (vllm:num_requests_{state})", f"{{{{model_name}}}} {state}")
+                        for state in ("running", "waiting"))),
+            Graph("vLLM: KV cache", "Use of each engine's KV cache.",
+                  (("max by (model_name, instance) (vllm:kv_cache_usage_perc)", "{{model_name}} {{instance}}"),),
+                  "percentunit", 0.9, 0.98),
+            Graph("vLLM: preemptions", "Requests a second whose KV cache was taken from them, to be computed again.",
+                  ((_vllm_rate("num_preemptions"), "{{model_name}}"),), "ops"),
+            Graph("vLLM: tokens", "Tokens a second, whoever asked: of prompts, and generated.",
+                  tuple((_vllm_rate(f"{kind}_tokens"), f"{{{{model_name}}}} {kind}")
+                        for kind in ("prompt", "generation"))),
+            Graph("vLLM: prefix cache hits", "Share of the tokens looked up in the prefix cache that were in it.",
+                  ((f"{_vllm_rate('prefix_cache_hits')} / ({_vllm_rate('prefix_cache_queries')} > 0)",
+                    "{{model_name}}"),), "percentunit"),
+            Graph("vLLM: requests ended", "Requests a second, by why they ended.",
+                  ((_vllm_rate("request_success", "model_name, finished_reason"),
+                    "{{model_name}} {{finished_reason}}"),), "ops"),
+            Graph("vLLM: time to first token", "From a request's arrival to its first token.",
+                  _vllm_quantiles("time_to_first_token_seconds"), "s"),
+            Graph("vLLM: time between tokens", "Between two tokens of one request.",
+                  _vllm_quantiles("inter_token_latency_seconds"), "s"),
+            Graph("vLLM: queue time", "A request's time in vLLM's own queue; ours, above, has retries in it.",
+                  _vllm_quantiles("request_queue_time_seconds"), "s"),
         )),
     ),
     {"policy": "rollcage_policy_turns_total"},

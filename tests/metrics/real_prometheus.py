@@ -46,8 +46,9 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(directory: Path, target: str) -> Iterator[Prometheus]:
-    """One that scrapes `target` (host:port) and has Rollcage's rules, each second."""
+def prometheus(directory: Path, target: str, **others: str) -> Iterator[Prometheus]:
+    """One that scrapes `target` (host:port) as the job rollcage and `others` as theirs, and has Rollcage's rules, each
+    second."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in ("recording.yaml", "alerts.yaml"):
         shutil.copy(RULES / file, directory)
@@ -56,7 +57,10 @@ def prometheus(directory: Path, target: str) -> Iterator[Prometheus]:
     configuration = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": ["recording.yaml", "alerts.yaml"],
-        "scrape_configs": [{"job_name": "rollcage", "static_configs": [{"targets": [target]}]}],
+        "scrape_configs": [
+            {"job_name": job, "static_configs": [{"targets": [address]}]}
+            for job, address in {"rollcage": target, **others}.items()
+        ],
     }
     (directory / "prometheus.yml").write_text(json.dumps(configuration))
     log = directory / "log"

@@ -9,6 +9,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+import vllm_metrics
 import yaml
 from real_prometheus import RULES, Prometheus, prometheus
 
@@ -34,6 +35,10 @@ def panels(board: Board) -> list[dict[str, Any]]:
     return [panel for panel in made["panels"] if panel["type"] != "row"] + [
         panel for row in rows for panel in row.get("panels", ())
     ]
+
+
+def vllm_metrics_of(query: str) -> set[str]:
+    return set(re.findall(r"vllm:\w+", query))
 
 
 QUERIES = [
@@ -84,8 +89,15 @@ def test_a_panel_has_all_that_a_reader_needs(board: Board) -> None:
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_every_metric_of_a_query_exists(query: str) -> None:
-    assert metrics_of(query)
+    assert metrics_of(query) or vllm_metrics_of(query)
     assert not unknown(query, RECORDED)
+    assert vllm_metrics_of(query) <= vllm_metrics.samples()
+
+
+def test_a_metric_that_vllm_has_not_would_be_found() -> None:
+    assert not vllm_metrics_of("rate(vllm:num_preemptions[5m])") <= vllm_metrics.samples()
+    assert not vllm_metrics_of("rate(vllm:gpu_cache_usage_perc[5m])") <= vllm_metrics.samples()
+    assert vllm_metrics.declared()["vllm:num_preemptions"].labels == ("model_name", "engine")
 
 
 def test_every_family_of_a_job_or_a_host_is_on_a_dashboard_or_in_a_rule() -> None:
@@ -119,7 +131,10 @@ def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     server, worker = serve(exporter, port=0), Thread(target=work)
     worker.start()
     try:
-        with prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{server.port}") as found:
+        with (
+            vllm_metrics.simulated_vllm() as vllm,
+            prometheus(tmp_path_factory.mktemp("data"), f"127.0.0.1:{server.port}", vllm=vllm) as found,
+        ):
             found.wait_for("count_over_time(cluster:rollcage_attempts:rate5m[5m]) > 2")
             yield found
     finally:

@@ -1,0 +1,121 @@
+"""Writes the Prometheus operator's objects and Grafana's dashboards for Kubernetes: `python -m
+rollcage.metrics.kubernetes [DIRECTORY]`, by default `k8s/metrics`.
+
+All of it follows from `rules/` and `dashboards/`; see docs/observe.md for how it is applied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollcage.metrics.provisioning import DASHBOARDS, RULE_FILES, RULES, SCRAPE_SEC
+from rollcage.metrics.serving import PORT
+
+Manifest = dict[str, Any]
+
+LABELS = {"app.kubernetes.io/name": "rollcage", "release": "prometheus"}
+"""`release` is what the chart kube-prometheus-stack, installed as `prometheus`, selects monitors and rules by."""
+
+RAY_PORT = "metrics"
+"""The container port of Ray's own metrics, as KubeRay names it on heads and workers."""
+
+MADE = "# Made by `python -m rollcage.metrics.kubernetes`; do not edit.\n"
+
+
+def monitors() -> list[Manifest]:
+    """What is scraped: the exporter on the head, whose port no pod has to declare, and every pod of Ray's.
+
+    Replicas of vLLM answer on ports that they find free, which no PodMonitor can name.
+    """
+    head = {"matchLabels": {"ray.io/node-type": "head"}}
+    nodes = {"matchExpressions": [{"key": "ray.io/node-type", "operator": "Exists"}]}
+    return [
+        _monitor("rollcage", "rollcage", head, {"portNumber": PORT}),
+        _monitor("rollcage-ray", "ray", nodes, {"port": RAY_PORT}),
+    ]
+
+
+def _monitor(name: str, job: str, selector: Manifest, port: Manifest) -> Manifest:
+    endpoint = {
+        **port,
+        "path": "/metrics",
+        "interval": f"{SCRAPE_SEC}s",
+        "relabelings": [{"targetLabel": "job", "replacement": job}],
+    }
+    spec = {"selector": selector, "podMetricsEndpoints": [endpoint]}
+    return _object("monitoring.coreos.com/v1", "PodMonitor", name, spec=spec)
+
+
+def rules() -> list[Manifest]:
+    """The recording and alert rules, as they are in `rules/`."""
+    groups = [
+        group
+        for name in RULE_FILES
+        for group in yaml.safe_load((RULES / name).read_text(encoding="utf-8"))["groups"]
+    ]
+    return [_object("monitoring.coreos.com/v1", "PrometheusRule", "rollcage", spec={"groups": groups})]
+
+
+def dashboards() -> list[Manifest]:
+    """One ConfigMap a dashboard, so that each is far below the 256 KiB that `kubectl apply` can annotate."""
+    return [_dashboard(file) for file in sorted(DASHBOARDS.glob("*.json"))]
+
+
+def _dashboard(file: Path) -> Manifest:
+    made = _object("v1", "ConfigMap", file.stem, data={file.name: file.read_text(encoding="utf-8")})
+    made["metadata"]["labels"] = {**LABELS, "grafana_dashboard": "1"}
+    made["metadata"]["annotations"] = {"grafana_folder": "Rollcage"}
+    return made
+
+
+def _object(version: str, kind: str, name: str, **content: Any) -> Manifest:
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {"name": name, "labels": dict(LABELS)},
+        **content,
+    }
+
+
+def files() -> Iterator[tuple[str, str]]:
+    """Name and text of each file."""
+    made = {"monitors.yaml": monitors(), "rules.yaml": rules(), "dashboards.yaml": dashboards()}
+    for name, objects in made.items():
+        yield name, MADE + _yaml_of(*objects)
+    all_of_it = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": list(made),
+    }
+    yield "kustomization.yaml", MADE + _yaml_of(all_of_it)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a text of several lines as one, so that a change of a dashboard is a change of its lines; and no alias,
+    which would stand for the labels of one object in another."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _yaml_of(*objects: Manifest) -> str:
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=110, explicit_start=True)
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "k8s/metrics")
+    directory.mkdir(parents=True, exist_ok=True)
+    for file_name, content in files():
+        (directory / file_name).write_text(content, encoding="utf-8")

@@ -47,6 +47,9 @@ def curriculum(
     if as_json:
         print_json(history)
         return
+    if not history:
+        out.print("this run draws each task once: only one of `mode: stream` has weights")
+        return
     table = Table("from draw", "set by", "task", "weight", box=None)
     for change in history:
         about = str(change["draw"]), change["by"]

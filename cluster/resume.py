@@ -32,7 +32,7 @@ from rollcage.cluster.plan_tasks import make_plan
 from rollcage.cluster.recorded_run import RecordedRun, open_run, renamed, shortened
 from rollcage.cluster.stream import left_over
 from rollcage.metrics.report import summarize
-from rollcage.rollout.arrow import RunError
+from rollcage.rollout.arrow import TABLES, RunError
 from rollcage.rollout.outcome import Outcome
 from rollcage.rollout.policies.base import Policy
 from rollcage.rollout.schema import KEY, SchemaVersionError
@@ -127,6 +127,10 @@ def _go_on(
     console: Console,
 ) -> RunResult:
     before = run.location.read_json("summary.json") or {}
+    for name in (name for table in TABLES for name in run.location.missing(table)):
+        teller(console)(
+            f"{name} is missing (was it moved away?): what it holds is run again, unless it is put back first"
+        )
     plan = job.plan
     left = read_left(run, plan, retry_invalid=options.retry_invalid)
     if plan.stream is not None:

@@ -24,7 +24,7 @@ from rollcage.metrics.statistics import (
     wilson,
 )
 from rollcage.metrics.terminal import render
-from rollcage.rollout.arrow import Location, read_batches
+from rollcage.rollout.arrow import TABLES, Location, read_batches
 from rollcage.rollout.outcome import BY_NAME, SUSPECTS, TABLE, Domain, ErrorClass, Outcome, Quarantine
 from rollcage.rollout.trajectory import Phase
 
@@ -177,6 +177,7 @@ def summarize(run: str | Path | Location) -> dict[str, Any]:
     return {
         "run": str(location),
         "finished": summary is not None,
+        "missing_shards": [name for table in TABLES for name in location.missing(table)],
         **report,
         "attempts": attempts,
         "retries": retries,

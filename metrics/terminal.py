@@ -45,6 +45,10 @@ def _headline(summary: dict[str, Any]) -> Text:
     if not summary["finished"]:
         text.append("This run has not ended: it is still going on, or was killed. ", style="bold yellow")
         text.append("What follows is what has been written so far.\n", style="yellow")
+    if gone := summary["missing_shards"]:
+        text.append(
+            f"Shards are missing, and what they hold is not counted: {', '.join(gone)}.\n", style="bold red"
+        )
     speed = summary["rollouts_per_second"]
     text.append(f"{summary['rollouts']} rollouts", style="bold")
     text.append(f", {summary['attempts']} attempts (retries: {summary['retries']})")

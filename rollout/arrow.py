@@ -118,7 +118,7 @@ def read_numbered(
                 for index in range(max(0, at - first), reader.num_record_batches):
                     try:
                         batch = reader.get_batch(index)
-                    except (pa.ArrowInvalid, OSError) as error:
+                    except (pa.ArrowException, ValueError, OSError) as error:
                         if location.is_there(shard.path):
                             raise damaged(shard.path, error) from error
                         raise FileNotFoundError(f"{shard.path} is gone") from error

@@ -90,6 +90,8 @@ class Feed:
             raise ValueError(f"rank must be from 0 to world_size - 1, not {rank} of {world_size}")
         if not NAME.fullmatch(name):
             raise ValueError(f"a feed's name is letters, digits and ._-, not {name!r}")
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"max_staleness is a number of versions, 0 at least, not {max_staleness}")
         _one_of("zero_variance", zero_variance, get_args(ZeroVariance))
         _one_of("on_dead", on_dead, get_args(OnDead))
         for column in columns or ():

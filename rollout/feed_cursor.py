@@ -83,6 +83,8 @@ class Reader:
         if start is None:
             return Start()
         cursors = [start] if isinstance(start, Mapping) else list(start)
+        if strange := [cursor for cursor in cursors if not isinstance(cursor, Mapping)]:
+            raise ValueError(f"this is no cursor of a feed: {strange[0]!r}")
         places = [self._place(cursor) for cursor in cursors]
         taken = [Taken(*one) for cursor in cursors for one in cursor.get("taken", ())]
         if len(cursors) == 1:
@@ -103,7 +105,7 @@ class Reader:
 
     def _place(self, cursor: Cursor) -> Place:
         numbers = [cursor.get("batch"), cursor.get("groups", 0)]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"this is no cursor of a feed: {cursor!r}")
         for name, own in (("job", self.job), ("policy", self.policy)):
             if cursor.get(name, own) != own:

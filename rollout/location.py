@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from rollcage.rollout import shards as files
-from rollcage.rollout.schema import SCHEMAS
+from rollcage.rollout.schema import SCHEMAS, SchemaVersionError
 
 TABLES = tuple(SCHEMAS)
 
@@ -37,6 +37,10 @@ _JOURNAL = re.compile(r"(attempts|rollouts)-(\d{5,})\.arrows")
 
 class RunError(Exception):
     """A run directory is not as it must be; the message says what to do."""
+
+
+class Damaged(RunError, ValueError):
+    """A file of the run does not hold what it must."""
 
 
 class NoRun(RunError):
@@ -118,12 +122,25 @@ class Location:
             key=lambda path: journal_number(path.name),
         )
 
+    def missing(self, table: str) -> list[str]:
+        """Shards that are not there, though later ones are: somebody moved them away. `first-last` for neighbours."""
+        found, after = [], 0
+        for shard in self.shard_files(table):
+            if shard.first > after:
+                found.append(
+                    f"part-{after:05d}" + (f"-{shard.first - 1:05d}" if shard.first - 1 > after else "")
+                )
+            after = shard.last + 1
+        return [f"{table}/{name}" for name in found]
+
     def open_shard(self, path: str, columns: Iterable[str]) -> pa.ipc.RecordBatchFileReader:
         """Open one shard, mapped into memory where it is local. Only `columns` are read. Raises `RunError` where it is
         not whole, `SchemaVersionError` for another version's, `FileNotFoundError` where it was merged meanwhile."""
         try:
             return files.opened(self.filesystem, path, columns)
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: also a name that is no UTF-8
+            if isinstance(error, SchemaVersionError) or getattr(error, "errno", None) is not None:
+                raise  # the system's errors are no word on what the file holds
             raise damaged(path, error) from error
 
     def write_shard(self, table: str, batches: Sequence[pa.RecordBatch]) -> str:
@@ -154,11 +171,17 @@ class Location:
         files.write_whole(self.filesystem, path, lambda sink: sink.write(data))
 
     def read_json(self, name: str) -> Any:
-        """The content of the run's file `name`; None where there is none."""
+        """The content of the run's file `name`; None where there is none. Raises `Damaged` for one that is no JSON."""
         if self._type(name) is not pa.fs.FileType.File:
             return None
         with self.filesystem.open_input_stream(f"{self.path}/{name}") as source:
-            return json.loads(source.read())
+            text = source.read()
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise Damaged(
+                f"{self.path}/{name}: this file is damaged: {error} (delete it, or put it back)"
+            ) from error
 
     def remove(self, name: str) -> None:
         """Delete the run's file or directory `name`, where it is there."""
@@ -273,9 +296,9 @@ def journal_number(name: str) -> int:
     return int(match[2]) if match else -1
 
 
-def damaged(path: str, error: Exception) -> RunError:
+def damaged(path: str, error: Exception) -> Damaged:
     """What is raised for a shard that is not whole."""
-    return RunError(f"{path}: this shard is damaged: {error} (moved away, the rest can be read)")
+    return Damaged(f"{path}: this shard is damaged: {error} (moved away, the rest can be read)")
 
 
 def _with_endpoint(uri: str) -> str:

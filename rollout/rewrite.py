@@ -36,6 +36,8 @@ def due(shards: Sequence[Shard], fan: int = FAN) -> list[Shard]:
     commits, so that none is merged with much smaller ones again and again."""
     level, found = -1, list[Shard]()
     for shard in shards:
+        if found and shard.first != found[-1].last + 1:
+            found = []
         if shard.size > LARGE_BYTES // 2:
             found = []
         elif found and _level(shard, fan) == level:
@@ -48,10 +50,11 @@ def due(shards: Sequence[Shard], fan: int = FAN) -> list[Shard]:
 
 
 def groups(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
-    """All neighbours that fit into one shard together."""
+    """All neighbours that fit into one shard together. Over one that is missing nothing is merged: the ordinals of its
+    batches stay its own."""
     found, size = list[Shard](), 0
     for shard in shards:
-        if size + shard.size > LARGE_BYTES:
+        if size + shard.size > LARGE_BYTES or (found and shard.first != found[-1].last + 1):
             if len(found) > 1:
                 yield found
             found, size = [], 0

@@ -112,6 +112,17 @@ def test_large_shards_stay_as_they_are() -> None:
     assert due(shards, 4) == []
 
 
+@pytest.mark.parametrize("fan", [None, 2])
+def test_over_a_shard_that_was_moved_away_nothing_is_merged(a_run: Write, fan: int | None) -> None:
+    run = a_run(7)
+    Path(run.shards("rollouts")[3]).unlink()
+    assert run.missing("rollouts") == ["rollouts/part-00003"]
+    compact(run, "rollouts", fan=fan)
+    assert len(files(run)) < 6
+    assert tasks(run) == [(number, f"t{number}") for number in (0, 1, 2, 4, 5, 6)]
+    assert run.missing("rollouts") == ["rollouts/part-00003"]
+
+
 def test_a_merge_that_is_called_off_changes_nothing(a_run: Write) -> None:
     run = a_run(4)
     assert compact(run, "rollouts", lambda: False, fan=FAN) == 0
@@ -140,6 +151,28 @@ def test_a_damaged_shard_is_named_and_nothing_is_merged(a_run: Write) -> None:
     with pytest.raises(RunError, match=r"part-00002\.arrow: this shard is damaged"):
         compact(run, "rollouts", fan=FAN)
     assert len(files(run)) == 4
+
+
+def test_whichever_bit_is_wrong_in_a_footer_the_shard_is_named(a_run: Write) -> None:
+    run = a_run(1)
+    path = Path(run.shards("rollouts")[0])
+    whole, said = path.read_bytes(), list[str]()
+    for place in range(len(whole) - 200, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            for _ in read_numbered(run, "rollouts", ["task"]):
+                pass
+        except RunError as error:
+            said.append(str(error))
+    assert said
+    assert all(str(path) in line for line in said)
+
+
+def test_a_file_of_the_run_that_is_no_json_is_named(a_run: Write) -> None:
+    run = a_run(1)
+    Path(run.path, "summary.json").write_text("{")
+    with pytest.raises(RunError, match=r"summary\.json: this file is damaged"):
+        run.read_json("summary.json")
 
 
 def test_a_reader_that_follows_meets_every_batch_once_while_shards_are_merged(a_run: Write) -> None:

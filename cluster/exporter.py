@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ TARGETS_SEC = 10.0
 ANSWER_SEC = 10.0
 """As long as an exporter that starts again may take; a snapshot that it has not taken by then is followed by a later
 one anyway."""
+
+PORT_SEC = 5.0
+"""For so long an exporter that is started again tries to have its port again."""
 
 ON_THE_HEAD = {"node:__internal_head__": 0.001}
 """The address that Prometheus was told and the state stay where they are when the actor starts again."""
@@ -85,9 +89,11 @@ class ExporterActor:
         self._address, self._failure = "", ""
         self._targets: Path | None = None
         state = config.state or _session_directory()
+        memory = state / "port"
+        former = memory.read_text() if memory.is_file() else ""
         try:
             self._exporter = Exporter(state)
-            port = _serve(self._exporter, config, state / "port").port
+            port = _serve(self._exporter, config, memory).port
         except (OSError, ValueError) as error:  # raised here, Ray would start it again for ever
             where = f"{config.host}:{config.port or PORT}"
             self._failure = f"the exporter cannot listen at {where}, or not read what it has kept: {error}"
@@ -95,6 +101,8 @@ class ExporterActor:
         self._address = f"{reachable(config.host)}:{port}"
         if config.targets is not None:
             self._targets = config.targets / f"{port}.json"
+            if former not in ("", str(port)):  # somebody else has taken that port meanwhile
+                (config.targets / f"{former}.json").unlink(missing_ok=True)
             keeping = Thread(target=self._keep_targets, args=(self._targets,), name="targets", daemon=True)
             keeping.start()
 
@@ -149,14 +157,22 @@ def _session_directory() -> Path:
 
 def _serve(exporter: Exporter, config: ExporterConfig, memory: Path) -> Server:
     """On the port that is asked for; else on that of the life before, which `memory` has, or `PORT`, or a free one.
-    Raises as `serve`."""
-    if config.port is not None:
-        return config.serve(exporter, config.port)
-    wanted = int(memory.read_text()) if memory.is_file() else PORT
-    try:
-        server = config.serve(exporter, wanted)
-    except OSError:
-        server = config.serve(exporter, 0)
+    The life before may hold its port for a moment still. Raises as `serve`."""
+    before = memory.is_file()
+    wanted = config.port if config.port is not None else int(memory.read_text()) if before else PORT
+    until = time.monotonic() + (PORT_SEC if before else 0.0)
+    while True:
+        try:
+            server = config.serve(exporter, wanted)
+            break
+        except OSError:
+            if time.monotonic() < until:
+                time.sleep(0.1)
+                continue
+            if config.port is not None:
+                raise
+            server = config.serve(exporter, 0)
+            break
     temporary = memory.with_suffix(".new")
     temporary.write_text(str(server.port))
     os.replace(temporary, memory)

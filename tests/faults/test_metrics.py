@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -131,6 +132,12 @@ class Scrapes:
         self._thread.join()
 
 
+def free_port() -> int:
+    """Not 9410, which a job of another test takes as soon as the exporter here is killed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 class Job:
     """One job, whose driver is killed and goes on."""
 
@@ -166,7 +173,7 @@ class Job:
             "concurrency": 4,
             "retries": {"host_lost": 50, "container_lost": 50},
             "sandbox": {"network": {"insecure_network": True}},
-            "metrics": {"targets": str(folder / "targets")},
+            "metrics": {"targets": str(folder / "targets"), "listen": f"127.0.0.1:{free_port()}"},
         }
         file = folder / "job.yaml"
         file.write_text(yaml.safe_dump(job))
@@ -260,7 +267,11 @@ def test_what_prometheus_shows_under_faults_is_what_the_ledger_holds(cluster: st
             while scrapes.number < 1000 and job.process.poll() is None:
                 time.sleep(0.1)
             assert job.process.wait(600) == 3, job.said.read_text()  # some rollouts are invalid
+            deadline = time.monotonic() + 200
             while scrapes.number < 1000:
+                assert time.monotonic() < deadline, (
+                    f"{scrapes.number} scrapes, and the exporter answers no more"
+                )
                 time.sleep(0.1)
         finally:
             scrapes.end()

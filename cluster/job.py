@@ -333,7 +333,7 @@ async def _clean_up(hosts: set[str], config: JobConfig, plan: JobPlan, progress:
 
 @asynccontextmanager
 async def _served_policies(
-    config: JobConfig, progress: JobProgress, metrics: Mapping[str, Any] | None
+    config: JobConfig, progress: JobProgress, metrics: Mapping[str, Any] | None = None
 ) -> AsyncIterator[dict[str, ServedPolicy]]:
     """The policies that vLLM serves, started side by side, ready to answer; stopped when the block ends. Raises
     `InputError` and `CouldNotRun`, where one of them fails; then the others are stopped."""

@@ -44,7 +44,7 @@ def rollcage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str]]:
     def run(*arguments: str | Path) -> tuple[str, str]:
         streams = io.StringIO(), io.StringIO()
         for console, stream in zip((cli_common.out, cli_common.err), streams, strict=True):
-            monkeypatch.setattr(console, "file", stream)
+            monkeypatch.setattr(console, "_file", stream)
         assert not app(list(map(str, arguments)), standalone_mode=False)
         return streams[0].getvalue(), streams[1].getvalue()
 

@@ -162,9 +162,9 @@ def test_targets_may_come_later_and_the_exporters_password_goes_to_ray_never(
             exporters = {"rollcage": [f"127.0.0.1:{server.port}"], "ray": [engine[0]]}
             write_targets(targets / "9410.json", exporters)
             write_targets(targets / "9411.json", {"vllm": [f"127.0.0.1:{replica.port}"]})
-            assert [one["metric"]["job"] for one in prometheus.wait_for("rollcage_host_up")] == [
-                "rollcage"
-            ] * 3
+            assert [
+                one["metric"]["job"] for one in prometheus.wait_for('rollcage_host_up{job="rollcage"}')
+            ] == ["rollcage"] * 3
             assert [one["metric"]["job"] for one in prometheus.wait_for("engine_works")] == ["ray"]
             prometheus.wait_for('up{job="vllm"} == 1')
             assert {one["metric"]["job"] for one in prometheus.query("up")} == {"rollcage", "ray", "vllm"}

@@ -61,6 +61,10 @@ class Graph(Panel):
     stacked: bool = False
 
 
+REPORT = "http://127.0.0.1:8000/report.html"
+"""Where a run's page is looked for unless told: `python -m http.server` serves a directory there."""
+
+
 @dataclass(frozen=True)
 class Row:
     """Panels under one heading."""
@@ -103,7 +107,15 @@ def json_of(board: Board) -> str:
             .keep_time(True)
             .include_vars(True)
         )
+        .link(
+            builders.DashboardLink("Run report")
+            .type(models.DashboardLinkType.LINK)
+            .url("${report}")
+            .tooltip("What `rollcage report RUN --html` wrote, served at the address of the variable")
+            .target_blank(True)
+        )
         .with_variable(builders.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(builders.TextBoxVariable("report").label("Run report's URL").default_value(REPORT))
     )
     for name, metric in board.choices.items():
         made = made.with_variable(

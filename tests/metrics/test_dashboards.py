@@ -64,9 +64,10 @@ def test_a_dashboard_can_be_provisioned_anywhere_and_leads_to_the_others(board: 
     assert made["uid"] == board.uid
     assert made.get("id") is None
     assert made["templating"]["list"][0]["type"] == "datasource"
-    assert [(link["type"], link["tags"], link["keepTime"]) for link in made["links"]] == [
-        ("dashboards", ["rollcage"], True)
-    ]
+    others, report = made["links"]
+    assert (others["type"], others["tags"], others["keepTime"]) == ("dashboards", ["rollcage"], True)
+    assert (report["type"], report["url"]) == ("link", "${report}")
+    assert {"name": "report", "type": "textbox"}.items() <= made["templating"]["list"][1].items()
     assert made["tags"] == ["rollcage"]
 
 

@@ -180,7 +180,7 @@ class Location:
             return json.loads(text)
         except ValueError as error:
             raise Damaged(
-                f"{self.path}/{name}: this file is damaged: {error} (delete it, or put it back)"
+                f"{self.path}/{name}: this file is damaged: {error} (put it back as it was)"
             ) from error
 
     def remove(self, name: str) -> None:

@@ -112,7 +112,9 @@ async def test_files_of_another_version_are_named(run: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', '{"config": {}, "tasks": []}'])
 def test_a_job_that_cannot_be_done_again_is_told(run: Path, text: str) -> None:
     (run / "job.json").write_text(text)
-    with pytest.raises(InputError, match=r"job\.json(: this file is damaged| is not of a job that this version can do again)"):
+    with pytest.raises(
+        InputError, match=r"job\.json(: this file is damaged| is not of a job that this version can do again)"
+    ):
         open_run(run)
 
 

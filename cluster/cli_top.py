@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,9 @@ def top(
     password: Annotated[
         str | None, typer.Option("--password", envvar="ROLLCAGE_EXPORTER_PASSWORD", help="The user's.")
     ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option("--certificate", help="PEM: what the exporter's own is checked against.")
+    ] = None,
     interval: Annotated[float, typer.Option("--interval", min=0.5, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look twice, print once and end.")] = False,
 ) -> None:
@@ -27,16 +31,16 @@ def top(
     from rollcage.metrics.top import Change, read, render
 
     try:
-        before = read(url, user, password)
+        before = read(url, user, password, certificate)
         time.sleep(interval)
-        now = read(url, user, password)
+        now = read(url, user, password, certificate)
         if once:
             out.print(render(Change(before, now)))
             return
         with Live(render(Change(before, now)), console=out, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
-                before, now = now, read(url, user, password)
+                before, now = now, read(url, user, password, certificate)
                 live.update(render(Change(before, now)), refresh=True)
     except KeyboardInterrupt:
         raise typer.Exit(Exit.DONE) from None

@@ -9,9 +9,7 @@ from typing import Any
 from rollcage.cluster.ledger_rows import Group
 from rollcage.metrics.job_counts import JobCounts
 from rollcage.rollout.arrow import Location, read_batches
-from rollcage.rollout.outcome import Outcome
-
-VALID = (Outcome.PASSED, Outcome.FAILED)
+from rollcage.rollout.feed_heads import VALID
 
 
 class _Samples:

@@ -12,15 +12,16 @@ counts once.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import ray
@@ -41,6 +42,9 @@ TARGETS_SEC = 10.0
 ANSWER_SEC = 10.0
 """As long as an exporter that starts again may take; a snapshot that it has not taken by then is followed by a later
 one anyway."""
+
+AGAIN_SEC = 5.0
+"""Between two tries of an exporter that cannot begin."""
 
 PORT_SEC = 5.0
 """For so long an exporter that is started again tries to have its port again."""
@@ -80,50 +84,97 @@ class ExporterConfig:
         )
 
 
+@dataclass(frozen=True)
+class ExporterPlace:
+    """Where an exporter is: `address` is `host:port`, `targets` its file for `file_sd_configs`, on the head node.
+    `failure`: why it does not listen, and `no_targets` why there is no such file; empty where all is well."""
+
+    address: str = ""
+    url: str = ""
+    targets: str = ""
+    no_targets: str = ""
+    failure: str = ""
+
+
 class ExporterActor:
-    """`Exporter` and its port, in a process of its own."""
+    """`Exporter` and its port, in a process of its own. Where it cannot begin it says so to whoever asks it, and tries
+    again: raised by its constructor, Ray would start it again for ever."""
 
     def __init__(self, config: ExporterConfig) -> None:
+        self._config = config
         self._vllm: dict[str, tuple[str, ...]] = {}
-        self._look, self._over = Event(), False
-        self._address, self._failure = "", ""
-        self._targets: Path | None = None
-        state = config.state or _session_directory()
-        memory = state / "port"
-        former = memory.read_text() if memory.is_file() else ""
+        self._look, self._over, self._writing = Event(), False, Lock()
+        self._state = config.state or _session_directory()
+        self._held: int | None = None
+        self._place = ExporterPlace()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tried_at = time.monotonic()
+        memory = self._state / "port"
         try:
-            self._exporter = Exporter(state)
-            port = _serve(self._exporter, config, memory).port
-        except (OSError, ValueError) as error:  # raised here, Ray would start it again for ever
-            where = f"{config.host}:{config.port or PORT}"
-            self._failure = f"the exporter cannot listen at {where}, or not read what it has kept: {error}"
+            self._hold()
+            former = memory.read_text() if memory.is_file() else ""
+            self._exporter = Exporter(self._state)
+            port = _serve(self._exporter, self._config, memory).port
+        except (OSError, ValueError) as error:
+            where = f"{self._config.host}:{self._config.port or PORT}"
+            failure = f"the exporter cannot listen at {where}, or not read what it has kept: {error}"
+            self._place = ExporterPlace(failure=failure)
             return
-        self._address = f"{reachable(config.host)}:{port}"
-        if config.targets is not None:
-            self._targets = config.targets / f"{port}.json"
-            if former not in ("", str(port)):  # somebody else has taken that port meanwhile
-                (config.targets / f"{former}.json").unlink(missing_ok=True)
-            keeping = Thread(target=self._keep_targets, args=(self._targets,), name="targets", daemon=True)
-            keeping.start()
+        address = f"{reachable(self._config.host)}:{port}"
+        scheme = "http" if self._config.certificate is None else "https"
+        self._place = ExporterPlace(address, f"{scheme}://{address}/metrics")
+        if (directory := self._config.targets) is not None:
+            self._begin_targets(directory / f"{port}.json", directory / f"{former or port}.json")
 
-    def address(self) -> tuple[str, str]:
-        """Where it listens, as `host:port`; or nothing, and why it does not."""
-        return self._address, self._failure
+    def _hold(self) -> None:
+        """Have the state for this process alone: two that share one would each count what both have. Raises
+        `OSError`."""
+        if self._held is None:
+            self._state.mkdir(parents=True, exist_ok=True)
+            held = os.open(self._state, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(held)
+                raise OSError(f"{self._state} is another exporter's state: name another directory") from None
+            self._held = held
 
-    def targets(self) -> str | None:
-        """The file for `file_sd_configs`, on the head node."""
-        return None if self._targets is None else str(self._targets)
+    def _begin_targets(self, path: Path, former: Path) -> None:
+        try:
+            self._write_targets(path)
+            if former != path:  # somebody else has taken that port meanwhile
+                former.unlink(missing_ok=True)
+        except OSError as error:
+            self._place = replace(self._place, no_targets=str(error))
+            return
+        self._place = replace(self._place, targets=str(path))
+        Thread(target=self._keep_targets, args=(path,), name="targets", daemon=True).start()
+
+    def place(self) -> ExporterPlace:
+        """Where it is."""
+        return self._place
 
     def accept(
         self, source: str, snapshot: Snapshot, incarnation: str, final: bool = False, of: str = ""
-    ) -> None:
-        """See `Exporter.accept`. Takes nothing where it does not listen."""
-        if not self._failure:
+    ) -> str:
+        """See `Exporter.accept`. Returns why it did not take it, or could not keep it; nothing where all is well."""
+        if self._place.failure and time.monotonic() - self._tried_at > AGAIN_SEC:
+            self._begin()
+        if self._place.failure:
+            return self._place.failure
+        try:
             self._exporter.accept(source, snapshot, incarnation=incarnation, final=final, of=of)
+        except UnknownLabel as error:
+            return str(error)
+        except OSError as error:
+            return f"it is counted, but cannot be kept in {self._state}: {error}"
+        return ""
 
     def end(self, source: str) -> None:
         """See `Exporter.end`."""
-        if not self._failure:
+        if not self._place.failure:
             self._exporter.end(source)
 
     def set_vllm(self, source: str, addresses: tuple[str, ...]) -> None:
@@ -133,21 +184,30 @@ class ExporterActor:
 
     def close(self) -> None:
         """Its cluster is about to end: no Prometheus is to look for it any more."""
-        self._over = True
-        if self._targets is not None:
-            self._targets.unlink(missing_ok=True)
+        with self._writing:
+            self._over = True
+            if self._place.targets:
+                Path(self._place.targets).unlink(missing_ok=True)
 
     def _keep_targets(self, path: Path) -> None:
         while not self._over:
-            self._look.clear()
-            ray_s = [
-                f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
-                for node in ray.nodes()
-                if node["Alive"]
-            ]
-            vllm_s = [address for addresses in list(self._vllm.values()) for address in addresses]
-            write_targets(path, {"rollcage": [self._address], "ray": ray_s, "vllm": vllm_s})
             self._look.wait(TARGETS_SEC)
+            self._look.clear()
+            try:
+                self._write_targets(path)
+            except OSError as error:
+                _log.warning("%s cannot be written: %s", path, error)
+
+    def _write_targets(self, path: Path) -> None:
+        ray_s = [
+            f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        vllm_s = [address for addresses in list(self._vllm.values()) for address in addresses]
+        with self._writing:
+            if not self._over:
+                write_targets(path, {"rollcage": [self._place.address], "ray": ray_s, "vllm": vllm_s})
 
 
 def _session_directory() -> Path:
@@ -181,7 +241,7 @@ def _serve(exporter: Exporter, config: ExporterConfig, memory: Path) -> Server:
 
 def start_exporter(config: ExporterConfig) -> Any:
     """The cluster's exporter: the one that there is, whatever its configuration, or a new one, which may be starting
-    still. `ExporterActor.address` says whether it could."""
+    still. `ExporterActor.place` says whether it could."""
     return (
         ray.remote(ExporterActor)
         .options(
@@ -200,12 +260,17 @@ def start_exporter(config: ExporterConfig) -> Any:
 
 @asynccontextmanager
 async def telling(
-    exporter: Any, source: str, snapshot: Callable[[], Awaitable[Snapshot]], *, of: str = ""
+    exporter: Any,
+    source: str,
+    snapshot: Callable[[], Awaitable[Snapshot]],
+    *,
+    of: str = "",
+    say: Callable[[str], None] = _log.warning,
 ) -> AsyncIterator[None]:
     """Inside the block the exporter is told every `SEND_SEC` what `source` has counted, and once more at its end. `of`:
     a host's job.
 
-    An exporter that does not answer, or refuses the source, is logged, once for each reason, and harms nobody: counting
+    An exporter that does not answer, or refuses the source, is said, once for each reason, and harms nobody: counting
     is no reason for a job to fail.
     """
     incarnation = secrets.token_hex(8)
@@ -214,12 +279,12 @@ async def telling(
     async def tell(*, final: bool = False) -> None:
         try:
             async with asyncio.timeout(ANSWER_SEC):
-                await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
-        except (RayError, TimeoutError, UnknownLabel) as error:
+                why = await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
+        except (RayError, TimeoutError) as error:
             why = f"{type(error).__name__}: {error}"
-            if why not in said:
-                said.add(why)
-                _log.warning("the exporter did not take what %s has counted: %s", source, why)
+        if why and why not in said:
+            said.add(why)
+            say(f"what {source} has counted is not, or not wholly, with the exporter: {why}")
 
     async def keep_telling() -> None:
         while True:
@@ -231,5 +296,7 @@ async def telling(
         yield
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        [ended] = await asyncio.gather(task, return_exceptions=True)
+        if not isinstance(ended, asyncio.CancelledError):
+            say(f"what {source} counted was no longer told to the exporter: {ended!r}")
         await tell(final=True)

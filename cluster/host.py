@@ -298,9 +298,8 @@ class SandboxHost:
             bridges=net.bridges,
             ports_in_use=net.leases,
         )
-        with suppress(
-            SandboxError
-        ):  # an engine that is down says nothing of its disk, and the last word stays
+        # An engine that is down says nothing of its disk, and the last word stays.
+        with suppress(SandboxError):
             counts.disk(await pool.free_disk())
         return counts.snapshot()
 

@@ -1,6 +1,6 @@
 """A job's part in the cluster's metrics: it starts the exporter, and tells it what the driver counts.
 
-    metrics = JobMetrics.start(config.metrics, job, say)
+    metrics = JobMetrics(config.metrics, job, say)
     ...
     async with metrics.told(driver, ledger, served):
         await driver.run()
@@ -12,6 +12,7 @@ Nothing here ends a job: an exporter that does not start is said once, and the j
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -22,8 +23,9 @@ from ray.exceptions import RayError
 
 from rollcage.cluster.config_model import MetricsConfig
 from rollcage.cluster.driver import Driver
-from rollcage.cluster.exporter import ANSWER_SEC, ExporterConfig, start_exporter, telling
+from rollcage.cluster.exporter import ANSWER_SEC, ExporterConfig, ExporterPlace, start_exporter, telling
 from rollcage.cluster.ledger import Ledger
+from rollcage.cluster.replica_protocol import ReplicaState
 from rollcage.metrics.counts import Snapshot
 from rollcage.metrics.serving import PORT
 from rollcage.rollout.feed_files import acknowledged, acknowledgements
@@ -61,7 +63,8 @@ class JobMetrics:
         self.vllm: Mapping[str, Any] | None = None
         self._job = job
         self._say = say
-        self._failed = False
+        self._said = ""
+        """Why the exporter does not listen, once that was said."""
         self._replicas: tuple[str, ...] = ()
         self._announcing: asyncio.Task[None] | None = None
         if config.enabled:
@@ -73,18 +76,17 @@ class JobMetrics:
     async def _announce(self) -> None:
         try:
             async with asyncio.timeout(START_SEC):
-                address, failure = await self.exporter.address.remote()
-                targets = await self.exporter.targets.remote()
+                place: ExporterPlace = await self.exporter.place.remote()
         except (RayError, TimeoutError) as error:
             self._say(f"no metrics: the exporter did not start: {error or 'it does not answer'}")
             return
-        if failure:
-            self._failed = True
-            self._say(f"no metrics: {failure}")
+        if place.failure:
+            self._said = place.failure
+            self._say(f"no metrics yet: {place.failure}")
             return
-        found = f"; for Prometheus: {targets}" if targets else ""
-        top = "" if address == f"127.0.0.1:{PORT}" else f" --url http://{address}/metrics"
-        self._say(f"metrics: {address}/metrics (`rollcage top{top}`){found}")
+        top = "" if place.url == f"http://127.0.0.1:{PORT}/metrics" else f" --url {place.url}"
+        targets = place.targets or f"no file of targets ({place.no_targets})"
+        self._say(f"metrics: {place.url} (`rollcage top{top}`); for Prometheus: {targets}")
 
     @asynccontextmanager
     async def told(
@@ -102,9 +104,8 @@ class JobMetrics:
             for name, policy in served.items():
                 _look_at(name, policy, driver)
             self._tell_of_replicas(served)
-            with suppress(
-                OSError, ValueError, TypeError
-            ):  # readers replace their files whole; the driver says it
+            # Readers replace their files whole; what else lies there is nobody's progress (a stream's driver says so).
+            with suppress(OSError, ValueError, TypeError):
                 reached = await asyncio.to_thread(acknowledgements, ledger.location)
                 taken = acknowledged(reached)
                 there = committed + driver.groups_committed
@@ -112,10 +113,14 @@ class JobMetrics:
             return driver.counts.snapshot()
 
         try:
-            async with telling(self.exporter, self._job, snapshot):
+            async with telling(self.exporter, self._job, snapshot, say=self._say_new):
                 yield
         finally:
             self._tell_of_replicas({})
+
+    def _say_new(self, line: str) -> None:
+        if not self._said or self._said not in line:
+            self._say(line)
 
     def _tell_of_replicas(self, served: Mapping[str, ServedPolicy]) -> None:
         """Where vLLM's own metrics are, if that has changed."""
@@ -135,37 +140,35 @@ class JobMetrics:
         if self._announcing is not None:
             self._announcing.cancel()
             await asyncio.wait([self._announcing])
-        if self._failed:
-            ray.kill(self.exporter)  # the next job may have other settings
-        elif self.exporter is not None and ray_ends:
-            with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(ANSWER_SEC):
+        if self.exporter is None:
+            return
+        with suppress(RayError, TimeoutError):  # it is gone, and with it what is to be done
+            async with asyncio.timeout(ANSWER_SEC):
+                if ray_ends:
                     await self.exporter.close.remote()
+                elif (await self.exporter.place.remote()).failure:
+                    ray.kill(self.exporter)  # the next job may have other settings
 
 
 def _look_at(name: str, policy: ServedPolicy, driver: Driver) -> None:
     replicas = policy.status()
-    states: dict[str, int] = {}
-    for replica in replicas:
-        state = STATES.get(replica["state"], "lost")
-        states[state] = states.get(state, 0) + 1
     driver.counts.policy(
         name,
         version=policy.version,
         running=sum(replica["running"] for replica in replicas),
         waiting=sum(replica["waiting"] for replica in replicas),
         kv_use=max((replica["kv_use"] for replica in replicas), default=0.0),
-        replicas=states,
+        replicas=Counter(STATES[ReplicaState(replica["state"])] for replica in replicas),
         restarts=sum(replica["restarts"] for replica in replicas),
     )
 
 
 STATES = {
-    "new": "starting",
-    "starting": "starting",
-    "ready": "ready",
-    "updating": "ready",
-    "draining": "draining",
-    "down": "lost",
+    ReplicaState.NEW: "starting",
+    ReplicaState.STARTING: "starting",
+    ReplicaState.READY: "ready",
+    ReplicaState.UPDATING: "ready",
+    ReplicaState.DRAINING: "draining",
+    ReplicaState.DOWN: "lost",
 }
-"""A replica's states (`replica_protocol.ReplicaState`) as they are exported."""
+"""As they are exported."""

@@ -82,10 +82,9 @@ class Ledger:
         self._held: dict[str, dict[Group, list[pa.RecordBatch]]] = {table: {} for table in TABLES}
         self._calls: list[Call] = []
         self._flusher: asyncio.Task[None] | None = None
-        self._unmerged = FAN
-        self.commits = 0
+        self.commits = self.written_bytes = 0
         """Shards written by this process, and their bytes."""
-        self.written_bytes = 0
+        self._unmerged = FAN
         """Shards written since there was last looked for some to merge; at the start nobody has looked."""
         self._merging: asyncio.Task[None] | None = None
         self._closing = threading.Event()

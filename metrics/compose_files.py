@@ -6,13 +6,10 @@ Both are on the host's network, for the exporter listens on loopback; so do they
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rollcage.metrics.made_files import made_by, write_files
 from rollcage.metrics.provisioning import (
     grafana_dashboards,
     grafana_data_sources,
@@ -29,8 +26,6 @@ PROMETHEUS_PORT, GRAFANA_PORT = 9090, 3000
 
 TARGETS = "${ROLLCAGE_TARGETS:-${HOME}/.local/state/rollcage/targets}"
 """The directory of the exporters' files on the host."""
-
-MADE = "# Made by `python -m rollcage.metrics.compose_files`; do not edit.\n"
 
 _CONFIG, _RULES, _FOUND = (
     "/etc/prometheus/prometheus.yaml",
@@ -88,18 +83,8 @@ def files() -> Iterator[tuple[str, str]]:
         "dashboards.yaml": grafana_dashboards(_DASHBOARDS),
     }
     for name, content in made.items():
-        yield name, MADE + yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=110)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Without aliases: each place says in full what holds there."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+        yield name, made_by("rollcage.metrics.compose_files", content)
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "metrics/compose")
-    directory.mkdir(parents=True, exist_ok=True)
-    for file_name, text in files():
-        (directory / file_name).write_text(text, encoding="utf-8")
+    write_files(files(), "metrics/compose")

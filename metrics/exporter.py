@@ -56,6 +56,8 @@ class Exporter(Collector):
         self._clock = clock
         self._lock = Lock()
         self._sources: dict[str, Source] = {}
+        self._of_the_ended: Snapshot | None = None
+        """Counters of all sources that have ended, added up; None where they have to be added up anew."""
         self._own = Counts(Sender.EXPORTER)
         self._own.set("build_info", 1, *LABELS["version"])
         if state is not None:
@@ -76,6 +78,8 @@ class Exporter(Collector):
             self._check_room(source, snapshot)
             held = self._sources.get(source)
             now = self._clock()
+            if final or (held is not None and held.ended):
+                self._of_the_ended = None
             self._own.add("exporter_snapshots", snapshot.sender.value)
             if held is None:
                 held = self._sources[source] = Source(source, incarnation, snapshot, now, of)
@@ -93,6 +97,7 @@ class Exporter(Collector):
                 held.past = [*held.past, held.incarnation][-PAST:]
                 held.incarnation, held.last, held.ended = incarnation, snapshot, False
                 held.abandoned += max(0.0, dispatched - held.dispatched)
+                self._end_hosts(source)
             held.heard_at = now
             if final:
                 held.end()
@@ -119,7 +124,9 @@ class Exporter(Collector):
             now = self._clock()
             self._look_at(now)
             held = list(self._sources.values())
-            counted = [_counters(one) for source in held for one in (source.base, source.last) if one]
+            if self._of_the_ended is None:
+                self._of_the_ended = _sum(_counted(source for source in held if source.ended))
+            counted = [self._of_the_ended, *_counted(source for source in held if not source.ended)]
             gauges = [self._gauges(source, now) for source in held]
             abandoned = sum(source.abandoned for source in held)
             whole = _sum([*counted, *gauges, self._own.snapshot()])
@@ -139,9 +146,20 @@ class Exporter(Collector):
         with self._lock:
             held = self._sources.get(source)
             if held is not None:
-                held.end()
-                if self._state is not None:
-                    sources.write(self._state, held)
+                self._end(held)
+
+    def _end(self, source: Source) -> None:
+        source.end()
+        self._of_the_ended = None
+        if self._state is not None:
+            sources.write(self._state, source)
+
+    def _end_hosts(self, job: str) -> None:
+        """Those of the job's dead driver died with it. One that is the new driver's, and was heard before it, is back
+        with its next word."""
+        for source in self._sources.values():
+            if source.of == job and not source.ended:
+                self._end(source)
 
     def _gauges(self, source: Source, now: float) -> Snapshot:
         """Those that the source has now."""
@@ -171,7 +189,7 @@ class Exporter(Collector):
             for source in self._sources.values():
                 if source.last.sender is kind and not source.ended:
                     if now - source.heard_at > FORGET_SEC[kind]:
-                        source.end()
+                        self._end(source)
                     else:
                         heard.append(source.heard_at)
             self._own.set("exporter_sources", len(heard), kind.value)
@@ -180,6 +198,11 @@ class Exporter(Collector):
 
 _COUNTERS = frozenset(family.name for family in FAMILIES if family.kind is Kind.COUNTER)
 _OF_THE_LEDGER = frozenset(family.name for family in FAMILIES if family.ledger)
+
+
+def _counted(of: Iterable[Source]) -> list[Snapshot]:
+    """What these sources have counted, in all of their incarnations."""
+    return [_counters(one) for source in of for one in (source.base, source.last) if one is not None]
 
 
 def _counters(snapshot: Snapshot) -> Snapshot:

@@ -163,8 +163,7 @@ class JobCounts:
     ) -> None:
         """Count what a run held when it was opened, before the first snapshot. `attempts`: (id, agent, outcome, error
         class) of each. `rollouts`: the same, with the id of the attempt that decided it, and how many attempts it took.
-        `groups`: (agent, valid rewards, size) of each that was committed. An agent that the job has no more counts as
-        `other`."""
+        `groups`: (agent, valid rewards, size) of each that was committed."""
         failed: dict[str, str | None] = {}
         number = 0
         for attempt_id, agent, outcome, error_class in attempts:
@@ -185,10 +184,11 @@ class JobCounts:
             self.group(agent, rewards, size)
 
     def _known(self, agent: str) -> str:
-        """The label of an agent of the run, which the job may have no more."""
+        """The label of an agent of the run. One that the job has no more keeps its own, where there is room."""
         if agent not in self._agents:
-            self._agents[agent] = OTHER
-            self._counts.declare("agent", OTHER)
+            room = len(set(self._agents.values()) - {OTHER}) < MOST["agent"] - 1
+            self._agents[agent] = agent if room else OTHER
+            self._counts.declare("agent", self._agents[agent])
         return self._agents[agent]
 
     def _in_flight(self, change: int) -> None:

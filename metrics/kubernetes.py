@@ -6,13 +6,13 @@ All of it follows from `rules/` and `dashboards/`; see docs/observe.md for how i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rollcage.metrics.made_files import made_by, write_files
 from rollcage.metrics.provisioning import DASHBOARDS, RULE_FILES, RULES, SCRAPE_SEC
 from rollcage.metrics.serving import PORT
 
@@ -24,7 +24,7 @@ LABELS = {"app.kubernetes.io/name": "rollcage", "release": "prometheus"}
 RAY_PORT = "metrics"
 """The container port of Ray's own metrics, as KubeRay names it on heads and workers."""
 
-MADE = "# Made by `python -m rollcage.metrics.kubernetes`; do not edit.\n"
+MODULE = "rollcage.metrics.kubernetes"
 
 
 def monitors() -> list[Manifest]:
@@ -86,36 +86,14 @@ def files() -> Iterator[tuple[str, str]]:
     """Name and text of each file."""
     made = {"monitors.yaml": monitors(), "rules.yaml": rules(), "dashboards.yaml": dashboards()}
     for name, objects in made.items():
-        yield name, MADE + _yaml_of(*objects)
+        yield name, made_by(MODULE, *objects)
     all_of_it = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": list(made),
     }
-    yield "kustomization.yaml", MADE + _yaml_of(all_of_it)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes a text of several lines as one, so that a change of a dashboard is a change of its lines; and no alias,
-    which would stand for the labels of one object in another."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
-
-
-def _yaml_of(*objects: Manifest) -> str:
-    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=110, explicit_start=True)
+    yield "kustomization.yaml", made_by(MODULE, all_of_it)
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "k8s/metrics")
-    directory.mkdir(parents=True, exist_ok=True)
-    for file_name, content in files():
-        (directory / file_name).write_text(content, encoding="utf-8")
+    write_files(files(), "k8s/metrics")

@@ -24,6 +24,9 @@ from prometheus_client.registry import Collector
 PORT = 9410
 """Where it listens when nobody says otherwise."""
 
+WAITING = 128
+"""Connections that the kernel holds until they are taken; Python's own 5 make others try again after seconds."""
+
 REQUEST_SEC = 30.0
 """A client that has not said what it wants by then is left alone."""
 
@@ -37,7 +40,11 @@ class _Handler(WSGIRequestHandler):
         return
 
 
-class _Six(ThreadingWSGIServer):
+class _Four(ThreadingWSGIServer):
+    request_queue_size = WAITING
+
+
+class _Six(_Four):
     address_family = AF_INET6
 
 
@@ -87,7 +94,7 @@ def serve(
     if certificate is not None and key is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
-    kind = _Six if ":" in host else ThreadingWSGIServer
+    kind = _Six if ":" in host else _Four
     server = make_server(host, port, app, kind, handler_class=_Handler)
     if context is not None:
         # Shaking hands on accept would let one silent client hold up all others: each connection's thread does it.

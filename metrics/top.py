@@ -7,12 +7,14 @@ Console().print(render(Change(previous, read(url))))
 
 from __future__ import annotations
 
+import ssl
 import time
 import urllib.request
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE_HEAD
@@ -71,14 +73,20 @@ class Change:
         return (grown if grown >= 0 else self.now.sum(name, **only)) / seconds if seconds > 0 else 0.0
 
 
-def read(url: str, user: str | None = None, password: str | None = None) -> Scrape:
-    """Scrape the exporter. Raises `OSError` where it does not answer, and `ValueError` where that is no exporter."""
+def read(
+    url: str, user: str | None = None, password: str | None = None, certificate: Path | None = None
+) -> Scrape:
+    """Scrape the exporter. `certificate`: a PEM file that its own is checked against, beside those that this machine
+    trusts. Raises `OSError` where it does not answer, and `ValueError` where that is no exporter."""
     request = urllib.request.Request(url)
     if user is not None:
         request.add_header(
             "Authorization", "Basic " + b64encode(f"{user}:{password or ''}".encode()).decode()
         )
-    with urllib.request.urlopen(request, timeout=ANSWER_SEC) as answer:
+    context = ssl.create_default_context()
+    if certificate is not None:
+        context.load_verify_locations(certificate)
+    with urllib.request.urlopen(request, timeout=ANSWER_SEC, context=context) as answer:
         text = answer.read().decode("utf-8", "replace")
     if f"{PREFIX}build_info" not in text:
         raise ValueError(f"{url} is no exporter of rollcage's")

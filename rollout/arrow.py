@@ -32,7 +32,16 @@ from typing import Any
 import pyarrow as pa
 
 from rollcage.rollout.journal import JOURNAL_OPTIONS, Journal, journalled, recover
-from rollcage.rollout.location import TABLES, Location, NoRun, RunBusy, RunError, RunExists, damaged
+from rollcage.rollout.location import (
+    TABLES,
+    UNREADABLE,
+    Location,
+    NoRun,
+    RunBusy,
+    RunError,
+    RunExists,
+    damaged,
+)
 from rollcage.rollout.schema import KEY, SCHEMAS
 from rollcage.rollout.shards import SHARD_OPTIONS, first_batch, holding
 
@@ -118,7 +127,7 @@ def read_numbered(
                 for index in range(max(0, at - first), reader.num_record_batches):
                     try:
                         batch = reader.get_batch(index)
-                    except (pa.ArrowException, ValueError, OSError) as error:
+                    except UNREADABLE as error:
                         if location.is_there(shard.path):
                             raise damaged(shard.path, error) from error
                         raise FileNotFoundError(f"{shard.path} is gone") from error

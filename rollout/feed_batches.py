@@ -22,7 +22,7 @@ import pyarrow.ipc
 
 from rollcage.rollout.feed_heads import Head, make_head
 from rollcage.rollout.group_head import read_head
-from rollcage.rollout.location import Location, RunError, damaged
+from rollcage.rollout.location import UNREADABLE, Location, RunError, damaged
 from rollcage.rollout.schema import ROLLOUTS
 from rollcage.rollout.shards import first_batch
 
@@ -119,7 +119,7 @@ class Batches:
             try:
                 batch, said = reader(shard).get_batch_with_custom_metadata(ordinal - shard.first)
                 return batch, read_head(said), shard.path
-            except (ValueError, OSError) as error:  # pa.ArrowInvalid is a ValueError
+            except UNREADABLE as error:
                 # An object that is deleted or written anew can't be read on, as a file that is open can.
                 if last:
                     raise damaged(shard.path, error) from error

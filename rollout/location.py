@@ -138,7 +138,7 @@ class Location:
         not whole, `SchemaVersionError` for another version's, `FileNotFoundError` where it was merged meanwhile."""
         try:
             return files.opened(self.filesystem, path, columns)
-        except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: also a name that is no UTF-8
+        except UNREADABLE as error:
             if isinstance(error, SchemaVersionError) or getattr(error, "errno", None) is not None:
                 raise  # the system's errors are no word on what the file holds
             raise damaged(path, error) from error
@@ -294,6 +294,10 @@ def journal_number(name: str) -> int:
     """The number in a journal's file name; -1 where it has none."""
     match = _JOURNAL.fullmatch(name)
     return int(match[2]) if match else -1
+
+
+UNREADABLE = (pa.ArrowException, ValueError, OSError)
+"""What Arrow raises over a shard that is not whole; a name in it that is no UTF-8 is a `ValueError`."""
 
 
 def damaged(path: str, error: Exception) -> Damaged:

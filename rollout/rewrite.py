@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rollcage.rollout.arrow import IDENTITY, Location, identities
 from rollcage.rollout.group_head import head_of, lessened, read_head
-from rollcage.rollout.location import damaged
+from rollcage.rollout.location import UNREADABLE, damaged
 from rollcage.rollout.schema import NAME, SCHEMAS
 from rollcage.rollout.shards import Headed, Shard, first_batch, names_in, options_for, write
 
@@ -147,7 +147,7 @@ def _batches(location: Location, path: str, columns: Sequence[str]) -> Iterator[
         try:
             batch, said = reader.get_batch_with_custom_metadata(index)
             yield batch, head_of(batch) if said is None else read_head(said)
-        except (ValueError, OSError) as error:  # pa.ArrowInvalid is a ValueError
+        except UNREADABLE as error:
             raise damaged(path, error) from error
 
 

@@ -52,7 +52,7 @@ class Admission:
     ) -> None:
         self.capacity = capacity
         self.used = Need()
-        self._free_disk = free_disk
+        self.free_disk = free_disk
         self._least_disk_mb = least_disk_mb
         self._make_room = make_room
         self._queue: deque[tuple[Need, asyncio.Future[None]]] = deque()
@@ -61,10 +61,6 @@ class Admission:
     def waiting(self) -> int:
         """How many wait."""
         return len(self._queue)
-
-    def free_disk(self) -> int | None:
-        """Bytes that the engine's disk has left."""
-        return self._free_disk()
 
     async def admit(self, need: Need, *, at_once: bool = False) -> None:
         """Wait for `need`, which `release` gives back. `at_once`: take it whether there is room or not.
@@ -122,7 +118,7 @@ class Admission:
 
     async def _room_on_disk(self) -> None:
         waited = 0.0
-        while (free := self._free_disk()) is not None and free < self._least_disk_mb * MIB:
+        while (free := self.free_disk()) is not None and free < self._least_disk_mb * MIB:
             self._make_room()
             if waited >= DISK_WAIT_SEC:
                 said = (

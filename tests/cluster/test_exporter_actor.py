@@ -42,7 +42,7 @@ def targets(config: ExporterConfig) -> dict[str, list[str]]:
 
 
 def scraped(exporter: Any, name: str) -> float:
-    address, _ = ray.get(exporter.address.remote())
+    address = ray.get(exporter.place.remote()).address
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
@@ -52,7 +52,7 @@ async def test_an_exporter_that_is_killed_again_and_again_loses_and_doubles_noth
     config: ExporterConfig,
 ) -> None:
     exporter = start_exporter(config)
-    address, _ = ray.get(exporter.address.remote())
+    address = ray.get(exporter.place.remote()).address
     counts = [Counts(Sender.HOST, {"host": [f"host-{number}"]}) for number in range(4)]
     for _ in range(KILLS):
         calls = []
@@ -65,7 +65,7 @@ async def test_an_exporter_that_is_killed_again_and_again_loses_and_doubles_noth
         await asyncio.gather(*calls)
     assert scraped(exporter, "rollcage_image_builds_total") == KILLS * 4 * 5
     assert scraped(exporter, "rollcage_image_build_seconds_count") == KILLS * 4 * 5
-    assert ray.get(exporter.address.remote()) == (address, "")  # where Prometheus was told to look
+    assert ray.get(exporter.place.remote()).address == address  # where Prometheus was told to look
 
 
 async def test_a_source_that_ends_has_told_all_that_it_counted_and_has_no_gauges(
@@ -98,7 +98,7 @@ async def test_a_job_with_too_many_names_goes_on_uncounted(
 
 def test_prometheus_finds_the_exporter_and_ray_in_one_file(config: ExporterConfig) -> None:
     exporter = start_exporter(config)
-    address, _ = ray.get(exporter.address.remote())
+    address = ray.get(exporter.place.remote()).address
     ray.get(exporter.set_vllm.remote("j", ("127.0.0.1:8000",)))
     found: dict[str, list[str]] = {}
     until = time.monotonic() + 60
@@ -111,10 +111,43 @@ def test_prometheus_finds_the_exporter_and_ray_in_one_file(config: ExporterConfi
     assert targets(config) == {}
 
 
-def test_an_exporter_whose_port_is_taken_says_so(config: ExporterConfig, tmp_path: Path) -> None:
+def told(actor: Any, counts: Counts) -> str:
+    """Why it did not take a snapshot."""
+    return str(ray.get(actor.accept.remote("j", counts.snapshot(), "1")))
+
+
+def test_an_exporter_whose_port_is_taken_says_so_and_begins_once_it_is_free(
+    config: ExporterConfig, tmp_path: Path
+) -> None:
+    counts = Counts(Sender.JOB, {"agent": ["a"], "job_id": ["j"]})
+    counts.add("commands", "a", amount=3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         actor = ray.remote(ExporterActor).remote(ExporterConfig(tmp_path, port=taken.getsockname()[1]))
-        address, failure = ray.get(actor.address.remote())
-    assert address == ""
-    assert "Address already in use" in failure
-    ray.get(actor.accept.remote("j", Counts(Sender.JOB).snapshot(), "1"))
+        place = ray.get(actor.place.remote())
+        assert place.address == ""
+        assert "Address already in use" in place.failure
+        assert told(actor, counts) == place.failure
+    until = time.monotonic() + 60
+    while told(actor, counts):
+        assert time.monotonic() < until
+        time.sleep(0.5)
+    assert scraped(actor, "rollcage_commands_total") == 3
+    ray.kill(actor)
+
+
+def test_two_exporters_do_not_share_what_they_have_kept(config: ExporterConfig, tmp_path: Path) -> None:
+    first, second = (ray.remote(ExporterActor).remote(ExporterConfig(tmp_path / "one")) for _ in range(2))
+    failures = sorted(ray.get(actor.place.remote()).failure for actor in (first, second))
+    assert failures[0] == ""
+    assert "is another exporter's state: name another directory" in failures[1]
+    for actor in (first, second):
+        ray.kill(actor)
+
+
+def test_targets_that_cannot_be_written_are_told(config: ExporterConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    actor = ray.remote(ExporterActor).remote(ExporterConfig(tmp_path / "state", tmp_path / "file" / "sd"))
+    place = ray.get(actor.place.remote())
+    assert place.failure == place.targets == ""
+    assert str(tmp_path / "file") in place.no_targets
+    ray.kill(actor)

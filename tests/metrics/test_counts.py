@@ -145,7 +145,7 @@ def test_a_resumed_job_counts_what_its_ledger_holds() -> None:
         ("short", "a"): 1.0,
     }
     assert values["groups_zero_variance"]["a",] == 1
-    assert values["rollouts"]["passed", "none", "none", "other"] == 1
+    assert values["rollouts"]["passed", "none", "none", "gone"] == 1
     assert values["rollouts"]["failed", "agent", "turn_limit", "a"] == 1
     assert values["rollouts_open"] == {("waiting",): 1.0, ("delayed",): 2.0, ("in_flight",): 3.0}
 

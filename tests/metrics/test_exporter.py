@@ -284,3 +284,29 @@ def test_tls_answers_though_a_client_that_says_nothing_is_connected(
         assert "rollcage_attempts_total" in get(f"https://127.0.0.1:{port}/metrics", context=context)
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
         get(f"https://127.0.0.1:{port}/metrics")
+
+
+def test_hosts_of_a_killed_driver_are_gone_once_another_one_goes_on(tmp_path: Path) -> None:
+    clock = Clock()
+    exporter = Exporter(tmp_path, clock=clock)
+    exporter.accept("j", a_job().snapshot(), incarnation="1")
+    exporter.accept("host-1", a_host().snapshot(), incarnation="1", of="j")
+    clock.now += 60
+    other = a_host("host-2")
+    exporter.accept("host-2", other.snapshot(), incarnation="1", of="j")
+    exporter.accept("j", a_job().snapshot(), incarnation="2")
+    exporter.accept("host-2", other.snapshot(), incarnation="1", of="j")
+    up = {labels: value for (name, labels), value in samples(exporter).items() if name == "rollcage_host_up"}
+    assert up == {(("host", "host-2"),): 1.0}
+
+
+def test_sources_that_have_ended_are_added_up_once_and_still_counted() -> None:
+    exporter = Exporter()
+    for number in range(5):
+        exporter.accept(f"h{number}", a_host(f"h{number}").snapshot(), incarnation="1", final=True)
+    before = of(samples(exporter), "image_builds_total")
+    late = a_host("h0")
+    late.add("image_builds", "built", amount=7)
+    late.snapshot()
+    exporter.accept("h0", late.snapshot(), incarnation="2", final=True)
+    assert of(samples(exporter), "image_builds_total") == before + late.value("image_builds", "built")

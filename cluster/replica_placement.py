@@ -23,7 +23,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollcage.cluster.config_policies import VllmPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.replica_protocol import CHECK_SEC, ReplicaSettings
-from rollcage.rollout.policies.vllm_launch import SEVERAL_WORKERS_ON_CPU
 
 PLACE_SEC = 300.0
 """How long a replica waits for what others have now. A cluster that is shared lets go of it within minutes or not."""
@@ -67,7 +66,7 @@ def placement_of(config: VllmPolicyConfig) -> Placement:
     args: dict[str, Any] = {key: size for key, size in sizes.items() if size > 1}
     environment: dict[str, str] = {}
     if workers > 1:
-        args["distributed_executor_backend"] = "ray" if gpus else SEVERAL_WORKERS_ON_CPU
+        args["distributed_executor_backend"] = "ray" if gpus else "mp"
         if gpus:
             environment["VLLM_RAY_PER_WORKER_GPUS"] = f"{gpus:g}"
     first, other = _needs(CPU=cpus, GPU=gpus), _needs(GPU=gpus)

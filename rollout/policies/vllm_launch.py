@@ -46,9 +46,6 @@ CPU_ARGUMENTS = {
 the process of the engine's core: vLLM gives it one of its own, to set OpenMP's variables there, which are set here
 before any of them starts. That one costs 0.7 GiB and a third of the start, and is waited for in a loop."""
 
-SEVERAL_WORKERS_ON_CPU = "rollcage.rollout.policies.vllm_executor.SleepingExecutor"
-"""The `distributed_executor_backend` of an engine with several."""
-
 COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}
 """Of structured answers: between the fields of a JSON object there may be white space without end otherwise, and small
 models use up their tokens on it. vLLM lets only a backend that is named be told so; this is its first choice."""

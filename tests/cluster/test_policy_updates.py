@@ -19,7 +19,6 @@ from rollcage.cluster.config_policies import VllmPolicyConfig
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.policies import ServedPolicy
 from rollcage.cluster.replica_placement import placement_of
-from rollcage.rollout.policies.vllm_launch import SEVERAL_WORKERS_ON_CPU
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
@@ -118,7 +117,7 @@ def test_a_replica_asks_for_a_bundle_for_each_of_its_workers() -> None:
     assert many.environment == {"VLLM_RAY_PER_WORKER_GPUS": "1"}
     on_cpu = placement_of(config(num_cpus=2.0, tensor_parallel_size=2))
     assert on_cpu.bundles == [{"CPU": 2.0}]
-    assert on_cpu.engine_args["distributed_executor_backend"] == SEVERAL_WORKERS_ON_CPU
+    assert on_cpu.engine_args["distributed_executor_backend"] == "mp"
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

@@ -6,7 +6,6 @@ One engine serves the whole folder; the test that kills it comes last.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import pickle
 import tempfile
@@ -122,15 +121,6 @@ async def test_who_is_sent_the_tokenizer_does_not_load_vllm_for_it(engine: VllmE
 async def test_on_a_cpu_one_worker_computes_in_the_engine_cores_own_process(engine: VllmEngine) -> None:
     assert engine._launched is not None
     assert [process.name() for process in engine._launched.processes] == ["VLLM::EngineCore"]
-
-
-def test_what_sleeps_for_several_workers_is_there_in_vllm() -> None:
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    condition = inspect.signature(shm_broadcast.SpinCondition.wait).parameters
-    assert "timeout_ms" in condition
-    assert "_spin_condition" in inspect.getsource(shm_broadcast.MessageQueue)
-    assert "busy_loop_s" in inspect.getsource(shm_broadcast.SpinCondition)
 
 
 async def test_stop_strings_end_an_answer_and_stay_in_it(engine: VllmEngine) -> None:

@@ -211,7 +211,9 @@ class MetricsConfig(Settings):
     password_env: str | None = Field(
         default=None, description="The variable with the password, where the job is started."
     )
-    certificate: str | None = Field(default=None, description="A PEM file: the exporter speaks TLS.")
+    certificate: str | None = Field(
+        default=None, description="A PEM file, on each node with vLLM too: what is scraped speaks TLS."
+    )
     key: str | None = Field(default=None, description="The certificate's.")
 
     @field_validator("listen")

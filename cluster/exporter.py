@@ -71,17 +71,11 @@ class ExporterConfig:
     certificate: Path | None = None
     key: Path | None = None
 
-    def serve(self, exporter: Exporter, port: int) -> Server:
-        """See `serving.serve`."""
-        return serve(
-            exporter,
-            host=self.host,
-            port=port,
-            user=self.user,
-            password=self.password,
-            certificate=self.certificate,
-            key=self.key,
-        )
+    @property
+    def guard(self) -> dict[str, Any]:
+        """Who may scrape and how, as `serving.serve` takes it: here, and at the ports of vLLM's own metrics."""
+        names = ("host", "user", "password", "certificate", "key")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -223,7 +217,7 @@ def _serve(exporter: Exporter, config: ExporterConfig, memory: Path) -> Server:
     until = time.monotonic() + (PORT_SEC if before else 0.0)
     while True:
         try:
-            server = config.serve(exporter, wanted)
+            server = serve(exporter, port=wanted, **config.guard)
             break
         except OSError:
             if time.monotonic() < until:
@@ -231,7 +225,7 @@ def _serve(exporter: Exporter, config: ExporterConfig, memory: Path) -> Server:
                 continue
             if config.port is not None:
                 raise
-            server = config.serve(exporter, 0)
+            server = serve(exporter, port=0, **config.guard)
             break
     temporary = memory.with_suffix(".new")
     temporary.write_text(str(server.port))

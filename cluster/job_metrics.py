@@ -69,7 +69,7 @@ class JobMetrics:
         self._announcing: asyncio.Task[None] | None = None
         if config.enabled:
             made = exporter_config(config)
-            self.vllm = {"host": made.host, "user": made.user, "password": made.password}
+            self.vllm = made.guard
             self.exporter = start_exporter(made)
             self._announcing = asyncio.create_task(self._announce())
 

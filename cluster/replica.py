@@ -88,8 +88,11 @@ class PolicyReplica:
         os.environ.update(settings.environment)
         self._metrics = ""
         if settings.metrics is not None:
-            port = serve_process(**settings.metrics).port
-            self._metrics = f"{reachable(settings.metrics['host'])}:{port}"
+            try:
+                port = serve_process(**settings.metrics).port
+                self._metrics = f"{reachable(settings.metrics['host'])}:{port}"
+            except OSError as error:  # the certificate is not on this node: no reason not to answer turns
+                self._said = f"its metrics are not served: {error}"
 
     async def start(self, weights: Weights) -> ReplicaInfo:
         """Start the engine, once, and wait until it generates. Raises what the engine's start raises: `ValueError` for
@@ -166,7 +169,10 @@ class PolicyReplica:
         if life is None:
             state = ReplicaState.NEW if self._first is None else ReplicaState.STARTING
             return ReplicaStatus(
-                ReplicaState.DOWN if self._down else state, restarts=self._restarts, said=self._said
+                ReplicaState.DOWN if self._down else state,
+                restarts=self._restarts,
+                said=self._said,
+                metrics=self._metrics,
             )
         state = ReplicaState.UPDATING if life.updating else ReplicaState.READY
         load = life.load

@@ -55,8 +55,7 @@ class ReplicaSettings:
     health_sec: float = 30.0
     check_sec: float = CHECK_SEC
     metrics: Mapping[str, Any] | None = None
-    """`host`, `user` and `password` of `metrics.serving.serve`, by which the engine's own metrics are scraped; None:
-    they are not."""
+    """Of `metrics.serving.serve`: how the engine's own metrics are scraped; None: they are not."""
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,15 @@ def prometheus_config(targets: str, rules: str, login: Login | None = None) -> d
     """prometheus.yml. `targets`: the directory of the files for `file_sd_configs` (`targets.py`); `rules`: that of the
     rules.
 
-    Each kind of target has a scrape configuration of its own: the exporter and replicas of vLLM ask for the password,
-    the exporter alone speaks TLS, and Ray may be told no password.
+    Each kind of target has a scrape configuration of its own: the exporter and replicas of vLLM ask for the password
+    and speak TLS, and Ray may be told no password.
     """
     asked: dict[str, Any] = {}
     if login is not None and login.user is not None:
         asked["basic_auth"] = {"username": login.user, "password_file": login.password}
-    tls: dict[str, Any] = {}
     if login is not None and login.certificate is not None:
-        tls = {"scheme": "https", "tls_config": {"ca_file": login.certificate}}
-    how = {"rollcage": asked | tls, "ray": {}, "vllm": asked}
+        asked |= {"scheme": "https", "tls_config": {"ca_file": login.certificate}}
+    how = {"rollcage": asked, "ray": {}, "vllm": asked}
     found = [{"files": [f"{targets}/*.json"], "refresh_interval": f"{SCRAPE_SEC}s"}]
     return {
         "global": {"scrape_interval": f"{SCRAPE_SEC}s", "evaluation_interval": "15s"},

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -30,6 +32,8 @@ from rollcage.cluster.config import JobConfig
 from rollcage.cluster.errors import CouldNotRun
 from rollcage.cluster.job import _served_policies
 from rollcage.cluster.progress import JobProgress
+from rollcage.cluster.replica import PolicyReplica
+from rollcage.cluster.replica_protocol import ReplicaSettings, ReplicaState
 from rollcage.rollout.outcome import PolicyError
 from rollcage.rollout.policies.leash import Leash
 
@@ -282,6 +286,24 @@ def two_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
             "policies": {name: {"kind": "vllm", "model": str(tmp_path / name)} for name in ("slow", "other")},
         }
     )
+
+
+@pytest.mark.parametrize("certificate", [None, Path("/nowhere/certificate.pem")])
+async def test_a_replicas_own_metrics_are_scraped_as_the_exporter_is(certificate: Path | None) -> None:
+    guard = {
+        "host": "127.0.0.1",
+        "user": "u",
+        "password": "p",
+        "certificate": certificate,
+        "key": certificate,
+    }
+    status = await PolicyReplica(ReplicaSettings("m", metrics=guard)).status()
+    if certificate is not None:
+        assert (status.metrics, status.state) == ("", ReplicaState.NEW)
+        assert "its metrics are not served" in status.said
+        return
+    with pytest.raises(HTTPError, match="401"):
+        await asyncio.to_thread(urlopen, f"http://{status.metrics}/metrics")
 
 
 async def test_two_policies_start_side_by_side(two_policies: JobConfig, tmp_path: Path) -> None:

@@ -167,7 +167,8 @@ class VllmEngine:
         )
 
     async def check(self, timeout_sec: float = 120.0) -> None:
-        """Raise `PolicyError` unless the engine generates a token now: a port or a process proves nothing.
+        """Raise `PolicyError` unless the engine generates a token now: a port or a process proves nothing. It hangs
+        where that is `policy_timeout`.
 
         A token of any request counts, which tells an engine that is busy from one that hangs: one of our own would
         have to wait behind all others. It is asked for all the same, for an engine that has nothing else to do. While
@@ -192,7 +193,7 @@ class VllmEngine:
             own.result()
         elif others not in done:
             said = f"vLLM's engine could not generate one token within {timeout_sec:g} s"
-            raise PolicyError("policy_unavailable", said, policy_fault(TimeoutError(said), "check").evidence)
+            raise PolicyError("policy_timeout", said, policy_fault(TimeoutError(said), "check").evidence)
 
     async def load(self) -> EngineLoad:
         """As of the engine's last step; asks nobody. Raises `PolicyError` (`policy_unavailable`) without an engine."""

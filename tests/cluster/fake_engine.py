@@ -110,7 +110,7 @@ class FakeEngine:
     async def check(self, timeout_sec: float) -> None:
         if self._hung:
             await asyncio.sleep(timeout_sec)
-            raise PolicyError("policy_unavailable", f"no token within {timeout_sec:g} s")
+            raise PolicyError("policy_timeout", f"no token within {timeout_sec:g} s")
         if self._dead:
             raise PolicyError("policy_unavailable", "the engine is dead")
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import pytest
 import ray
 import yaml
 from local_ray import local_ray
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rollcage.cluster.anthropic_policy import anthropic_policy
 from rollcage.cluster.budget import SharedBudget, shared_budgets, spending, stopping_when_spent
@@ -373,6 +374,10 @@ async def test_where_the_count_is_lost_nothing_more_is_spent(cluster: None) -> N
         await budget.charge(0.5)
         async with stopping_when_spent(budgets, told.append):
             ray.kill(budget._purse)
+            with pytest.raises(ActorDiedError):
+                while True:  # a call that comes before the kill is answered still
+                    with suppress(ActorUnavailableError):
+                        await budget._purse.spent.remote()
             with pytest.raises(Cancelled, match="not counted any more"):
                 await budget.admit()
             async with asyncio.timeout(20):

@@ -28,10 +28,10 @@ import ray
 from ray.exceptions import RayError
 
 from rollcage.cluster.ray_names import EXPORTER, NAMESPACE, reachable
-from rollcage.metrics.counts import Snapshot, UnknownLabel
+from rollcage.metrics.counts import Snapshot
 from rollcage.metrics.exporter import Exporter
 from rollcage.metrics.serving import PORT, Server, serve
-from rollcage.metrics.targets import write_targets
+from rollcage.metrics.targets import address_of, remove_ended, write_targets
 
 SEND_SEC = 2.0
 """Between two snapshots of a source: less than any scrape interval in use."""
@@ -116,7 +116,7 @@ class ExporterActor:
             failure = f"the exporter cannot listen at {where}, or not read what it has kept: {error}"
             self._place = ExporterPlace(failure=failure)
             return
-        address = f"{reachable(self._config.host)}:{port}"
+        address = address_of(reachable(self._config.host), port)
         scheme = "http" if self._config.certificate is None else "https"
         self._place = ExporterPlace(address, f"{scheme}://{address}/metrics")
         if (directory := self._config.targets) is not None:
@@ -140,6 +140,7 @@ class ExporterActor:
             self._write_targets(path)
             if former != path:  # somebody else has taken that port meanwhile
                 former.unlink(missing_ok=True)
+            remove_ended(path.parent)
         except OSError as error:
             self._place = replace(self._place, no_targets=str(error))
             return
@@ -153,18 +154,18 @@ class ExporterActor:
     def accept(
         self, source: str, snapshot: Snapshot, incarnation: str, final: bool = False, of: str = ""
     ) -> str:
-        """See `Exporter.accept`. Returns why it did not take it, or could not keep it; nothing where all is well."""
+        """See `Exporter.accept`. Returns why it did not take it whole, or could not keep it; nothing where all is
+        well."""
         if self._place.failure and time.monotonic() - self._tried_at > AGAIN_SEC:
             self._begin()
         if self._place.failure:
             return self._place.failure
         try:
-            self._exporter.accept(source, snapshot, incarnation=incarnation, final=final, of=of)
-        except UnknownLabel as error:
+            return self._exporter.accept(source, snapshot, incarnation=incarnation, final=final, of=of)
+        except ValueError as error:
             return str(error)
         except OSError as error:
             return f"it is counted, but cannot be kept in {self._state}: {error}"
-        return ""
 
     def end(self, source: str) -> None:
         """See `Exporter.end`."""
@@ -194,7 +195,7 @@ class ExporterActor:
 
     def _write_targets(self, path: Path) -> None:
         ray_s = [
-            f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+            address_of(node["NodeManagerAddress"], node["MetricsExportPort"])
             for node in ray.nodes()
             if node["Alive"]
         ]

@@ -32,6 +32,7 @@ from rollcage.cluster.replica_protocol import (
     Weights,
 )
 from rollcage.metrics.serving import serve_process
+from rollcage.metrics.targets import address_of
 from rollcage.rollout.outcome import PolicyError, RolloutError
 from rollcage.rollout.policies.base import Sampling, Structure, Tool
 from rollcage.rollout.policies.engine import Generation
@@ -90,7 +91,7 @@ class PolicyReplica:
         if settings.metrics is not None:
             try:
                 port = serve_process(**settings.metrics).port
-                self._metrics = f"{reachable(settings.metrics['host'])}:{port}"
+                self._metrics = address_of(reachable(settings.metrics["host"]), port)
             except OSError as error:  # the certificate is not on this node: no reason not to answer turns
                 self._said = f"its metrics are not served: {error}"
 

@@ -13,6 +13,7 @@ from the start, at 0. Not for several threads.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Snapshot:
 
     def check(self) -> None:
         """Raises `UnknownLabel` for a series, or a number of declared values or of buckets, that `definitions.py` does
-        not have."""
+        not have, and `ValueError` for a counter that is no number or below 0."""
         check_declared(self.declared)
         found: dict[str, set[Labels]] = {name: set(series) for name, series in self.values.items()}
         found |= {name: set(series) for name, series in self.histograms.items()}
@@ -65,10 +66,15 @@ class Snapshot:
             for labels in series:
                 if labels not in known:
                     raise UnknownLabel(f"{family.full_name} has no series {labels}")
+        for name, values in self.values.items():
+            if BY_NAME[name].kind is Kind.COUNTER:
+                _check_amount(BY_NAME[name].full_name, *values.values())
         for name, histogram in self.histograms.items():
             places = len(BY_NAME[name].buckets) + 1
             if any(len(one.counts) != places for one in histogram.values()):
                 raise UnknownLabel(f"{BY_NAME[name].full_name} has {places} buckets, +Inf among them")
+            for one in histogram.values():
+                _check_amount(BY_NAME[name].full_name, one.sum, *one.counts)
 
 
 class Counts:
@@ -107,19 +113,21 @@ class Counts:
                 self._values[family.name] = zero | self._values.get(family.name, {})
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
-        """Count `amount` more. Raises `UnknownLabel`, and `ValueError` for less than nothing."""
-        if amount < 0:
-            raise ValueError(f"{name}: a counter never falls ({amount})")
+        """Count `amount` more. Raises `UnknownLabel`, and `ValueError` for less than nothing and what is no number."""
+        _check_amount(name, amount)
         self._series(self._values, name, labels)
         self._values[name][labels] += amount
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Say what a gauge is now, or what a counter's total is that somebody else keeps. Raises `UnknownLabel`."""
+        """Say what a gauge is now, or what a counter's total is that somebody else keeps. Raises as `add`."""
+        if name in BY_NAME and BY_NAME[name].kind is Kind.COUNTER:
+            _check_amount(name, value)
         self._series(self._values, name, labels)
         self._values[name][labels] = value
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """Put one value into a histogram. Raises `UnknownLabel`."""
+        """Put one value into a histogram. Raises as `add`."""
+        _check_amount(name, value)
         buckets = self._series(self._histograms, name, labels)
         buckets.counts[bisect_left(BY_NAME[name].buckets, value)] += 1
         buckets.sum += value
@@ -161,6 +169,11 @@ def check_declared(declared: Mapping[str, Iterable[str]]) -> None:
             raise UnknownLabel(f"{name!r} is no label whose values can be declared")
         if (number := len(set(values))) > MOST[name]:
             raise UnknownLabel(f"{number} values of the label {name!r}: at most {MOST[name]}")
+
+
+def _check_amount(name: str, *amounts: float) -> None:
+    if not all(0 <= amount < math.inf for amount in amounts):
+        raise ValueError(f"{name}: a counter never falls and is a number ({', '.join(map(str, amounts))})")
 
 
 def _empty(family: Family) -> Buckets:

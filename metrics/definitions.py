@@ -44,8 +44,8 @@ class Sender(StrEnum):
     EXPORTER = "exporter"
 
 
-MOST: Mapping[str, int] = {"host": 64, "policy": 8, "agent": 16, "job_id": 64}
-"""Declared labels, and how many values each may have at once; beyond it a source is refused."""
+MOST: Mapping[str, int] = {"host": 256, "policy": 8, "agent": 16, "job_id": 64}
+"""Declared labels, and how many values each may have at once, `OTHER` among them. See `room.py` for what is beyond."""
 
 _CLASSES: tuple[tuple[str, str], ...] = ((NONE, NONE), *((row.domain.value, row.name) for row in TABLE))
 """Each domain and error class."""
@@ -230,6 +230,8 @@ FAMILIES: tuple[Family, ...] = (
     _job("job_started_timestamp_seconds", G, "When a job that runs began.", _JOB, unit="seconds"),
     _job("job_progress_timestamp_seconds", G, "When a rollout of a job that runs last ended, or the job began.", _JOB,
          unit="seconds"),
+    _job("job_silent_seconds", G, "Since the driver of a job that has not ended was last heard.", _JOB,
+         unit="seconds"),
     # Hosts.
     _host("host_up", G, "1 while the host's actor answers.", _HOST, silent=0.0),
     _host("sandboxes", G, "Sandboxes on a host.", Label("state", "sandbox_state"), _HOST),
@@ -259,7 +261,7 @@ FAMILIES: tuple[Family, ...] = (
 BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 
 
-def most_series() -> int:
-    """Samples in a scrape where every declared label has all the values that it may have."""
-    declared = {name: tuple(map(str, range(count))) for name, count in MOST.items()}
+def most_series(**most: int) -> int:
+    """Samples in a scrape where every declared label has all the values that it may have, or as many as `most` says."""
+    declared = {name: tuple(map(str, range(count))) for name, count in {**MOST, **most}.items()}
     return sum(family.samples_of_a_series() * sum(1 for _ in family.series(declared)) for family in FAMILIES)

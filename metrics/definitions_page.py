@@ -37,10 +37,10 @@ flight then count as abandoned.
 - The exporter's own counters are those of its process: they begin at 0 with it.
 - vLLM's and Ray's own metrics are scraped beside these and not copied.
 
-A scrape holds at most **{most_series():,} samples**, with {MOST["host"]} hosts, {MOST["policy"]} policies, \
-{MOST["agent"]} agents, {MOST["job_id"]} jobs at once and every error class. Of one job, agents and policies \
-past the most are counted as `{OTHER}`; a source with which there would be more in all is refused, and its job goes on
-uncounted.
+A scrape holds at most **{most_series(host=64):,} samples** with 64 hosts, {MOST["policy"]} policies, \
+{MOST["agent"]} agents, {MOST["job_id"]} jobs at once and every error class, and {most_series():,} with \
+{MOST["host"]} hosts. What is past the most is counted all the same: agents and policies, in the life of a cluster, \
+as `{OTHER}`; hosts and jobs, at once, have no gauges of their own. The job says so.
 
 The first job of a Ray cluster starts the exporter, as its `metrics:` settings say (README); it ends with the cluster.
 [observe.md](observe.md) says how Prometheus and Grafana are started beside it.

@@ -23,7 +23,6 @@ changes nothing. Invariants:
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from threading import Lock
@@ -32,8 +31,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from rollcage.metrics import sources
-from rollcage.metrics.counts import Buckets, Counts, Labels, Snapshot, UnknownLabel
-from rollcage.metrics.definitions import FAMILIES, LABELS, MOST, PREFIX, Family, Kind, Sender
+from rollcage.metrics.counts import Buckets, Counts, Labels, Snapshot
+from rollcage.metrics.definitions import FAMILIES, LABELS, PREFIX, Family, Kind, Sender
+from rollcage.metrics.room import fitted, taken
 from rollcage.metrics.sources import PAST, Source
 
 SILENT_SEC = 30.0
@@ -44,6 +44,10 @@ FORGET_SEC = {Sender.HOST: 3600.0, Sender.JOB: 24 * 3600.0}
 it is gone."""
 
 
+SILENCE = "job_silent_seconds"
+"""A job's gauge that the exporter knows and the job does not."""
+
+
 class Exporter(Collector):
     """Takes snapshots in and yields their sums. May be called from several threads.
 
@@ -51,7 +55,7 @@ class Exporter(Collector):
     `ValueError` for a file in it that is no snapshot, naming it.
     """
 
-    def __init__(self, state: Path | None = None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, state: Path | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._state = state
         self._clock = clock
         self._lock = Lock()
@@ -62,21 +66,25 @@ class Exporter(Collector):
         self._own.set("build_info", 1, *LABELS["version"])
         if state is not None:
             state.mkdir(parents=True, exist_ok=True)
-            self._sources = {source.name: source for source in sources.read_all(state)}
+            now = clock()
+            for source, age in sources.read_all(state):
+                source.heard_at = now - age
+                self._sources[source.name] = source
 
     def accept(
         self, source: str, snapshot: Snapshot, *, incarnation: str, final: bool = False, of: str = ""
-    ) -> None:
+    ) -> str:
         """Take in what `source` has counted. `final`: it sends no more, and its gauges go. `of`: of a host, the job
         that it works for. One that is late (a later one of the same source has come) changes nothing.
 
-        Raises `UnknownLabel` for a series that there is not, and where all sources together have more values of a label
-        than it may have; nothing has changed then.
+        Returns which names are beyond those that their label may have (`room.py`), nothing where none is. Raises
+        `UnknownLabel` for a series that there is not, and `ValueError` for a counter that is no number or below 0;
+        nothing has changed then.
         """
         snapshot.check()
         with self._lock:
-            self._check_room(source, snapshot)
             held = self._sources.get(source)
+            snapshot, beyond = fitted(snapshot, self._taken(source))
             now = self._clock()
             if final or (held is not None and held.ended):
                 self._of_the_ended = None
@@ -85,11 +93,11 @@ class Exporter(Collector):
                 held = self._sources[source] = Source(source, incarnation, snapshot, now, of)
             elif held.incarnation == incarnation:
                 if snapshot.number <= held.last.number and not final:
-                    return
+                    return beyond
                 if snapshot.number > held.last.number:
                     held.last, held.ended = snapshot, False
             elif incarnation in held.past:
-                return
+                return beyond
             else:
                 parts = (held.base, _lasting(held.last), _ended_again(held.last, snapshot))
                 held.base = _sum(one for one in parts if one is not None)
@@ -102,21 +110,16 @@ class Exporter(Collector):
             if final:
                 held.end()
             if self._state is not None:
-                sources.write(self._state, held)
+                sources.write(self._state, held, age=0.0)
+            return beyond
 
-    def _check_room(self, source: str, snapshot: Snapshot) -> None:
-        """Hosts and jobs make room when they are gone; agents and policies have counters, which stay."""
-        known: dict[str, set[str]] = defaultdict(set)
-        for other in self._sources.values():
-            for label, names in other.last.declared.items():
-                if other.name != source and not (other.ended and label in ("host", "job_id")):
-                    known[label].update(names)
-        for label, names in snapshot.declared.items():
-            if len(known[label].union(names)) > MOST[label]:
-                raise UnknownLabel(
-                    f"{source}: with it there would be more than {MOST[label]} values of the label {label!r}; "
-                    "start the exporter anew with an empty state directory to be rid of those of earlier jobs"
-                )
+    def _taken(self, source: str) -> dict[str, set[str]]:
+        """The names beside which a snapshot of `source` must fit."""
+        there = (held.last for held in self._sources.values() if not held.ended and held.name != source)
+        counted = (
+            one for held in self._sources.values() for one in (held.last, held.base) if one is not None
+        )
+        return taken(there, passing=True) | taken(counted, passing=False)
 
     def collect(self) -> Iterator[Metric]:
         """Every family, with its series at 0 where nobody has counted."""
@@ -152,7 +155,7 @@ class Exporter(Collector):
         source.end()
         self._of_the_ended = None
         if self._state is not None:
-            sources.write(self._state, source)
+            sources.write(self._state, source, age=self._clock() - source.heard_at)
 
     def _end_hosts(self, job: str) -> None:
         """Those of the job's dead driver died with it. One that is the new driver's, and was heard before it, is back
@@ -176,6 +179,8 @@ class Exporter(Collector):
                 values[family.name] = series
             elif family.silent is not None:
                 values[family.name] = dict.fromkeys(series, family.silent)
+        for labels in values.get(SILENCE, {}):
+            values[SILENCE] = {labels: max(0.0, now - source.heard_at)}
         return Snapshot(snapshot.sender, snapshot.declared, values)
 
     def _is_gone(self, job: str, now: float) -> bool:

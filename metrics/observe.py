@@ -31,7 +31,7 @@ from rollcage.metrics.provisioning import (
 from rollcage.metrics.server_process import CannotObserve, check_port, first_to_end, server, url_of
 from rollcage.metrics.serving import serve
 from rollcage.metrics.simulated import ticking
-from rollcage.metrics.targets import write_targets
+from rollcage.metrics.targets import remove_ended, write_targets
 
 TICK_SEC = 2.0
 """Between two snapshots of the demo's sources, as of real ones."""
@@ -72,7 +72,10 @@ async def observe(watch: Watch, say: Callable[[str], None]) -> None:
             watch = replace(watch, targets=data / "demo-targets", login=None)
             exporter = await stack.enter_async_context(_demo(watch.targets))
             say(f"a demo: simulated hosts and jobs at {exporter}")
-        elif not any(watch.targets.glob("*.json")):
+        else:
+            for path in remove_ended(watch.targets):
+                say(f"{path} is of an exporter that is gone, and removed")
+        if not any(watch.targets.glob("*.json")):
             say(f"nothing to scrape in {watch.targets} yet: a job writes it. --demo has simulated sources.")
         prometheus = await stack.enter_async_context(_prometheus(program, watch))
         say(f"Prometheus: {url_of(watch.port)} (alerts: {url_of(watch.port)}/alerts)")

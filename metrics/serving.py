@@ -13,7 +13,7 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from socket import AF_INET6
-from threading import Thread
+from threading import BoundedSemaphore, Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -27,8 +27,11 @@ PORT = 9410
 WAITING = 128
 """Connections that the kernel holds until they are taken; Python's own 5 make others try again after seconds."""
 
-REQUEST_SEC = 30.0
-"""A client that has not said what it wants by then is left alone."""
+REQUEST_SEC = 10.0
+"""A client that says nothing for so long, or takes nothing, is left alone."""
+
+AT_ONCE = 32
+"""Connections that are answered at once: each has a thread. Those past them are closed."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -42,6 +45,26 @@ class _Handler(WSGIRequestHandler):
 
 class _Four(ThreadingWSGIServer):
     request_queue_size = WAITING
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._free = BoundedSemaphore(AT_ONCE)
+        super().__init__(*arguments, **options)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
 
 class _Six(_Four):
@@ -120,10 +143,11 @@ def _plain(app: Callable[..., Any]) -> Callable[..., Any]:
 
 def _guarded(app: Callable[..., Any], credentials: str) -> Callable[..., Any]:
     """`app` for those who know the credentials."""
-    wanted = b"Basic " + b64encode(credentials.encode())
+    wanted = b64encode(credentials.encode())
 
     def guard(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
-        if hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), wanted):
+        scheme, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        if scheme.lower() == "basic" and hmac.compare_digest(given.strip().encode(), wanted):
             return app(environ, start_response)
         start_response("401 Unauthorized", [("WWW-Authenticate", 'Basic realm="rollcage"')])
         return [b"say who you are: this exporter asks for a user and a password\n"]

@@ -1,21 +1,27 @@
 """What the exporter holds of each source, and the files in which that outlives its process.
 
 Each source has one file in the state directory, named after it and replaced whole, so that a kill at any moment leaves
-the former or the new one.
+the former or the new one. Another version of Rollcage may have written it: series that there are no more are left out,
+and those that are new begin at 0.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from rollcage.metrics.counts import Buckets, Counts, Snapshot
-from rollcage.metrics.definitions import Sender
+from rollcage.metrics.definitions import MOST, Sender
+
+LONGEST = 200
+"""Characters of a source's name in that of its file: most file systems take 255 bytes."""
 
 PAST = 64
 """Earlier incarnations of a source that are remembered, to know a late snapshot of one. A late one is seconds late."""
@@ -23,8 +29,9 @@ PAST = 64
 
 @dataclass
 class Source:
-    """What is held of one source. `base` is what its earlier incarnations counted, `past` are their names, the last of
-    them last. `of`: a host's job. `abandoned` are a job's attempts that are in no snapshot any more and ended never."""
+    """What is held of one source. `heard_at` is in the time of the exporter's clock. `base` is what its earlier
+    incarnations counted, `past` are their names, the last of them last. `of`: a host's job. `abandoned` are a job's
+    attempts that are in no snapshot any more and ended never."""
 
     name: str
     incarnation: str
@@ -57,30 +64,37 @@ class Source:
             self.abandoned += in_flight
 
 
-def read_all(state: Path) -> Iterator[Source]:
-    """The sources whose files are in `state`. Raises `OSError`, and `ValueError` for a file that is no snapshot, naming
-    it."""
+def read_all(state: Path) -> Iterator[tuple[Source, float]]:
+    """The sources whose files are in `state`, and how many seconds ago each was heard. Their `heard_at` is the caller's
+    to set. Raises `OSError`, and `ValueError` for a file that is no snapshot, naming it."""
     for path in sorted(state.glob("*.json")):
         try:
-            yield _from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            yield _from_json(data), max(0.0, time.time() - float(data["heard_at"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             remedy = "delete it: what its source counted is then counted no more"
             raise ValueError(f"{path}: this is no snapshot ({error}); {remedy}") from error
 
 
-def write(state: Path, source: Source) -> None:
-    """Replace the file of `source`. Raises `OSError`."""
-    path = state / (quote(source.name, safe="") + ".json")
+def write(state: Path, source: Source, *, age: float) -> None:
+    """Replace the file of `source`, which was heard `age` seconds ago. Raises `OSError`."""
+    path = state / (_file_name(source.name) + ".json")
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(_to_json(source)), encoding="utf-8")
+    temporary.write_text(json.dumps(_to_json(source, time.time() - age)), encoding="utf-8")
     os.replace(temporary, path)
 
 
-def _to_json(source: Source) -> dict[str, Any]:
+def _file_name(source: str) -> str:
+    name = quote(source, safe="", errors="surrogatepass")
+    return name if len(name) <= LONGEST else f"{name[:LONGEST]}-{sha256(name.encode()).hexdigest()[:16]}"
+
+
+def _to_json(source: Source, heard_at: float) -> dict[str, Any]:
+    """`heard_at`: in seconds since the epoch, which a process' own clock does not outlive."""
     return {
         "name": source.name,
         "incarnation": source.incarnation,
-        "heard_at": source.heard_at,
+        "heard_at": heard_at,
         "of": source.of,
         "past": source.past,
         "abandoned": source.abandoned,
@@ -95,7 +109,7 @@ def _from_json(data: Mapping[str, Any]) -> Source:
         data["name"],
         data["incarnation"],
         _snapshot_from_json(data["last"]),
-        float(data["heard_at"]),
+        0.0,
         str(data["of"]),
         data["base"] and _snapshot_from_json(data["base"]),
         [str(name) for name in data["past"]],
@@ -123,13 +137,19 @@ def _snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 def _snapshot_from_json(data: Mapping[str, Any]) -> Snapshot:
     sender = Sender(data["sender"])
-    whole = Counts(sender, {name: tuple(values) for name, values in data["declared"].items()}).snapshot()
+    declared = {name: values[: MOST[name]] for name, values in data["declared"].items() if name in MOST}
+    whole = Counts(sender, declared).snapshot()
     for name, series in data["values"].items():
         for labels, value in series:
-            whole.values[name][tuple(labels)] = float(value)
+            if tuple(labels) in whole.values.get(name, {}):
+                whole.values[name][tuple(labels)] = float(value)
     for name, histogram in data["histograms"].items():
         for labels, counts, total in histogram:
-            whole.histograms[name][tuple(labels)] = Buckets([int(count) for count in counts], float(total))
+            empty = whole.histograms.get(name, {}).get(tuple(labels))
+            if empty is not None and len(empty.counts) == len(counts):
+                whole.histograms[name][tuple(labels)] = Buckets(
+                    [int(count) for count in counts], float(total)
+                )
     whole.number = int(data["number"])
     whole.check()
     return whole

@@ -11,10 +11,20 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 KINDS = ("rollcage", "ray", "vllm")
+
+ANSWER_SEC = 1.0
+"""As long as an exporter may take to be connected to."""
+
+
+def address_of(host: str, port: int) -> str:
+    """As Prometheus and URLs have it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def write_targets(path: Path, targets: Mapping[str, Sequence[str]]) -> bool:
@@ -33,3 +43,39 @@ def write_targets(path: Path, targets: Mapping[str, Sequence[str]]) -> bool:
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
     return True
+
+
+def remove_ended(directory: Path) -> list[Path]:
+    """Remove the files (`<port>.json`) of exporters that were killed with their clusters, and return their paths:
+    nobody listens where they say. One that only starts again writes its file anew. Raises `OSError` where one cannot be
+    removed."""
+    ended = []
+    for path in sorted(directory.glob("*.json")):
+        if path.stem.isdigit() and (addresses := _exporters(path)):
+            answered = [address for address in addresses if not _refused(address)]
+            if not answered:
+                path.unlink(missing_ok=True)
+                ended.append(path)
+    return ended
+
+
+def _exporters(path: Path) -> list[str]:
+    """The addresses of a file that `write_targets` wrote; none of any other."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        groups = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            str(one) for group in groups if group["labels"]["job"] == KINDS[0] for one in group["targets"]
+        ]
+    return []
+
+
+def _refused(address: str) -> bool:
+    """Whether that machine says that nobody listens; what does not answer at all may well be there."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SEC).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False

@@ -66,8 +66,9 @@ OVERVIEW = Board(
                   (("cluster:rollcage_infra_lost_seconds:ratio_rate15m", "lost"),), "percentunit", 0.05, 0.2),
             Graph("Counting identity", "Attempts dispatched less those ended, abandoned and in flight: 0 at any time, "
                   "or the counts are wrong.", ((_IDENTITY, "difference"),), "short", None, 1),
-            Graph("Silence", "Since the job or host longest silent was last heard.",
-                  (("rollcage_exporter_silent_seconds", "{{kind}}"),), "s", 10, 30),
+            Graph("Silence", "Since a job's driver, and the host longest silent, were last heard.",
+                  (("rollcage_job_silent_seconds", "{{job_id}}"),
+                   ('rollcage_exporter_silent_seconds{kind="host"}', "hosts")), "s", 10, 30),
         )),
     ),
 )  # fmt: skip

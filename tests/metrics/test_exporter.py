@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import json
+import re
 import shlex
 import socket
 import ssl
 import subprocess
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -17,10 +22,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollcage.metrics.counts import Counts, UnknownLabel
+from rollcage.metrics.counts import Counts
 from rollcage.metrics.definitions import FAMILIES, MOST, Kind, Sender, most_series
 from rollcage.metrics.exporter import FORGET_SEC, SILENT_SEC, Exporter
-from rollcage.metrics.serving import Server, serve
+from rollcage.metrics.serving import AT_ONCE, Server, serve
 from rollcage.metrics.simulated import simulate
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -100,16 +105,76 @@ def test_a_scrape_with_all_names_that_may_be_declared_stays_within_the_bound_of_
     assert len(samples(exporter)) == most_series()
 
 
+def values_of(found: Samples, label: str) -> set[str]:
+    return {value for _, labels in found for name, value in labels if name == label}
+
+
 @pytest.mark.parametrize("label", MOST)
-def test_a_source_with_one_name_too_many_is_refused_and_changes_nothing(label: str) -> None:
-    exporter, sender = Exporter(clock=Clock()), Sender.HOST if label == "host" else Sender.JOB
-    for number in range(MOST[label]):
-        exporter.accept(f"s{number}", Counts(sender, {label: [f"n{number}"]}).snapshot(), incarnation="1")
+def test_no_label_has_more_values_than_it_may_and_what_is_beyond_is_counted(
+    label: str, tmp_path: Path
+) -> None:
+    most, sender = MOST[label], Sender.HOST if label == "host" else Sender.JOB
+    exporter = Exporter(tmp_path, clock=Clock())
+    sent = {}
+    for number in range(most + 3):
+        counts = Counts(sender, {label: [f"n{number}"]})
+        if label == "agent":
+            counts.add("commands", f"n{number}")
+        if label == "policy":
+            counts.observe("policy_queue_seconds", 1, f"n{number}")
+            counts.set("policy_version", number, f"n{number}")
+        if label == "host":
+            counts.add("image_builds", "built")
+            counts.set("sandboxes", 1, "warm", f"n{number}")
+        if label == "job_id":
+            counts.add("ledger_commits")
+        sent[f"s{number}"] = counts.snapshot()
+    said = {name: exporter.accept(name, one, incarnation="1") for name, one in sent.items()}
+    beyond = {name for name, text in said.items() if text}
+    for after in (exporter, Exporter(tmp_path, clock=Clock())):
+        found = samples(after)
+        assert len(values_of(found, label)) == most
+        match label:
+            case "agent":
+                assert len(beyond) == 4
+                assert "n18 is counted as 'other'" in said["s18"]
+                assert of(found, "commands_total") == most + 3
+                assert found["rollcage_commands_total", (("agent", "other"),)] == 4
+            case "policy":
+                assert of(found, "policy_queue_seconds_count") == most + 3
+                assert found["rollcage_policy_queue_seconds_count", (("policy", "other"),)] == 4
+                assert found["rollcage_policy_version", (("policy", "other"),)] == most + 2
+            case "host":
+                assert beyond == {"s256", "s257", "s258"}
+                assert "n256 has no gauges of its own" in said["s256"]
+                assert of(found, "image_builds_total") == most + 3
+                assert of(found, "sandboxes") == most
+            case "job_id":
+                assert of(found, "ledger_commits_total") == most + 3
+    # Whoever has a place keeps it, and who has none takes that of one that is gone.
+    again = {name: exporter.accept(name, sent[name], incarnation="2") for name in sent}
+    assert {name for name, text in again.items() if text} == beyond
+    if label in ("host", "job_id"):
+        exporter.accept("s0", sent["s0"], incarnation="2", final=True)
+        assert exporter.accept(f"s{most}", sent[f"s{most}"], incarnation="3") == ""
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_a_counter_that_is_no_number_is_refused_and_changes_nothing(wrong: float) -> None:
+    exporter = Exporter(clock=Clock())
+    counts = a_job()
+    with pytest.raises(ValueError, match="a counter never falls and is a number"):
+        counts.add("ledger_commits", amount=wrong)
+    with pytest.raises(ValueError, match="a counter never falls"):
+        counts.set("ledger_commits", wrong)
+    with pytest.raises(ValueError, match="a counter never falls"):
+        counts.observe("command_seconds", wrong)
+    snapshot = counts.snapshot()
+    snapshot.values["ledger_commits"][()] = wrong
     before = samples(exporter)
-    with pytest.raises(UnknownLabel, match="state directory"):
-        exporter.accept("more", Counts(sender, {label: ["one more"]}).snapshot(), incarnation="1")
+    with pytest.raises(ValueError, match="rollcage_ledger_commits_total: a counter never falls"):
+        exporter.accept("j", snapshot, incarnation="1")
     assert samples(exporter) == before
-    exporter.accept("again", Counts(sender, {label: ["n0"]}).snapshot(), incarnation="1")
 
 
 def test_jobs_that_ended_make_room_for_others() -> None:
@@ -204,11 +269,57 @@ def test_an_exporter_that_starts_again_knows_all_that_it_had_accepted(tmp_path: 
     simulate(before, hosts=3, jobs=2, policies=2, ticks=3)
     for name in ("a/b", "a_b", "../x", "ü"):
         before.accept(name, a_job(name, dispatched=2, ended=1).snapshot(), incarnation="1")
+    before.accept("ü" * 300, a_job(dispatched=2, ended=1).snapshot(), incarnation="1")
     (tmp_path / "torn.tmp").write_text("{")
     after = Exporter(tmp_path)
-    assert {k: v for k, v in samples(after).items() if "exporter_s" not in k[0]} == {
-        k: v for k, v in samples(before).items() if "exporter_s" not in k[0]
-    }
+    now, then = (
+        {key: value for key, value in samples(one).items() if not re.search("exporter_s|_silent_", key[0])}
+        for one in (after, before)
+    )
+    assert now == then
+
+
+def test_a_state_of_another_version_is_read_as_far_as_this_one_knows_it(tmp_path: Path) -> None:
+    before, counts = Exporter(tmp_path), a_job(dispatched=2, ended=2)
+    counts.observe("phase_seconds", 3, "agent")
+    counts.observe("command_seconds", 3)
+    before.accept("j", counts.snapshot(), incarnation="1")
+    [file] = tmp_path.glob("*.json")
+    data = json.loads(file.read_text())
+    data["last"]["values"] |= {"gone": [[[], 3.0]], "commands": [[["a", "another label"], 1.0]]}
+    data["last"]["histograms"] |= {"command_seconds": [[[], [0, 1], 3.0]], "gone": [[[], [1], 1.0]]}
+    data["last"]["declared"] |= {"galaxy": ["milky way"], "policy": ["p", *map(str, range(99))]}
+    del data["last"]["values"]["ledger_commits"]
+    file.write_text(json.dumps(data))
+    found = samples(Exporter(tmp_path))
+    assert of(found, "attempts_ended_total") == 2
+    assert of(found, "phase_seconds_count") == 1
+    assert of(found, "command_seconds_count") == of(found, "commands_total") == 0
+
+
+def test_a_jump_of_the_machines_clock_forgets_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = Exporter(tmp_path)
+    exporter.accept("j", a_job(dispatched=3, ended=1).snapshot(), incarnation="1")
+    exporter.accept("h", a_host().snapshot(), incarnation="1")
+    now = time.time()
+    for jump in (10 * 24 * 3600.0, -10 * 24 * 3600.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+        found = samples(exporter)
+        assert of(found, "host_up") == 1
+        assert of(found, "attempts_in_flight") == 2
+        assert of(found, "attempts_abandoned_total") == 0
+    assert of(samples(Exporter(tmp_path)), "host_up") == 1  # backwards, while it was not there
+
+
+def test_how_long_a_source_was_silent_outlives_the_exporter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Exporter(tmp_path).accept("h", a_host().snapshot(), incarnation="1")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + SILENT_SEC * 2)
+    found = samples(Exporter(tmp_path))
+    assert of(found, "host_up") == 0
+    assert of(found, "exporter_silent_seconds") == pytest.approx(SILENT_SEC * 2, abs=5)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"name": 1}'])
@@ -258,6 +369,29 @@ def test_only_who_knows_the_password_is_answered(serving: Callable[..., Server])
         with pytest.raises(urllib.error.HTTPError, match="401"):
             get(url, user=wrong)
     assert "rollcage_attempts_total" in get(url, user="prometheus:gehåim")
+    lower = urllib.request.Request(url)
+    lower.add_header("Authorization", "basic " + base64.b64encode("prometheus:gehåim".encode()).decode())
+    with urllib.request.urlopen(lower, timeout=30) as answer:
+        assert answer.status == 200
+
+
+def test_clients_that_say_nothing_have_a_bounded_number_of_threads_and_leave_room_again(
+    serving: Callable[..., Server],
+) -> None:
+    server = serving()
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(AT_ONCE + 20)]
+    idle[-1].settimeout(30)
+    assert idle[-1].recv(1) == b""  # closed at once
+    assert threading.active_count() < AT_ONCE + 20
+    for one in idle:
+        one.close()
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            assert "rollcage_attempts_total" in get(f"http://127.0.0.1:{server.port}/metrics")
+            return
+        time.sleep(0.1)
+    pytest.fail("no scrape is answered any more")
 
 
 def test_half_of_a_pair_is_refused(simulated: Exporter, tmp_path: Path) -> None:
@@ -310,3 +444,20 @@ def test_sources_that_have_ended_are_added_up_once_and_still_counted() -> None:
     late.snapshot()
     exporter.accept("h0", late.snapshot(), incarnation="2", final=True)
     assert of(samples(exporter), "image_builds_total") == before + late.value("image_builds", "built")
+
+
+def test_a_job_that_is_not_heard_says_for_how_long(tmp_path: Path) -> None:
+    clock = Clock()
+    exporter = Exporter(clock=clock)
+    for job in ("dead", "alive", "ended"):
+        exporter.accept(job, a_job(job).snapshot(), incarnation="1", final=job == "ended")
+    clock.now += 200
+    alive = a_job("alive")
+    alive.snapshot()
+    exporter.accept("alive", alive.snapshot(), incarnation="1")
+    clock.now += 1
+    found = samples(exporter)
+    silent = {
+        labels: value for (name, labels), value in found.items() if name == "rollcage_job_silent_seconds"
+    }
+    assert silent == {(("job_id", "dead"),): 201.0, (("job_id", "alive"),): 1.0}

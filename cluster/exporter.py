@@ -31,7 +31,7 @@ from rollcage.cluster.ray_names import EXPORTER, NAMESPACE, reachable
 from rollcage.metrics.counts import Snapshot
 from rollcage.metrics.exporter import Exporter
 from rollcage.metrics.serving import PORT, Server, serve
-from rollcage.metrics.targets import address_of, remove_ended, write_targets
+from rollcage.metrics.targets import address_of, remove_ended, targets_json, write_targets
 
 SEND_SEC = 2.0
 """Between two snapshots of a source: less than any scrape interval in use."""
@@ -110,7 +110,7 @@ class ExporterActor:
             self._hold()
             former = memory.read_text() if memory.is_file() else ""
             self._exporter = Exporter(self._state)
-            port = _serve(self._exporter, self._config, memory).port
+            port = _serve(self._exporter, self._config, memory, lambda: targets_json(self._targets())).port
         except (OSError, ValueError) as error:
             where = f"{self._config.host}:{self._config.port or PORT}"
             failure = f"the exporter cannot listen at {where}, or not read what it has kept: {error}"
@@ -193,16 +193,22 @@ class ExporterActor:
             except OSError as error:
                 _log.warning("%s cannot be written: %s", path, error)
 
-    def _write_targets(self, path: Path) -> None:
+    def _targets(self) -> dict[str, list[str]]:
+        """What there is to scrape, by kind."""
         ray_s = [
             address_of(node["NodeManagerAddress"], node["MetricsExportPort"])
             for node in ray.nodes()
             if node["Alive"]
         ]
         vllm_s = [address for addresses in list(self._vllm.values()) for address in addresses]
+        ours = [self._place.address] if self._place.address else []
+        return {"rollcage": ours, "ray": ray_s, "vllm": vllm_s}
+
+    def _write_targets(self, path: Path) -> None:
+        targets = self._targets()
         with self._writing:
             if not self._over:
-                write_targets(path, {"rollcage": [self._place.address], "ray": ray_s, "vllm": vllm_s})
+                write_targets(path, targets)
 
 
 def _session_directory() -> Path:
@@ -210,7 +216,7 @@ def _session_directory() -> Path:
     return Path(str(context.get_temp_dir())) / str(context.get_session_name()) / "rollcage-metrics"
 
 
-def _serve(exporter: Exporter, config: ExporterConfig, memory: Path) -> Server:
+def _serve(exporter: Exporter, config: ExporterConfig, memory: Path, targets: Callable[[], str]) -> Server:
     """On the port that is asked for; else on that of the life before, which `memory` has, or `PORT`, or a free one.
     The life before may hold its port for a moment still. Raises as `serve`."""
     before = memory.is_file()
@@ -218,7 +224,7 @@ def _serve(exporter: Exporter, config: ExporterConfig, memory: Path) -> Server:
     until = time.monotonic() + (PORT_SEC if before else 0.0)
     while True:
         try:
-            server = serve(exporter, port=wanted, **config.guard)
+            server = serve(exporter, port=wanted, targets=targets, **config.guard)
             break
         except OSError:
             if time.monotonic() < until:
@@ -226,7 +232,7 @@ def _serve(exporter: Exporter, config: ExporterConfig, memory: Path) -> Server:
                 continue
             if config.port is not None:
                 raise
-            server = serve(exporter, port=0, **config.guard)
+            server = serve(exporter, port=0, targets=targets, **config.guard)
             break
     temporary = memory.with_suffix(".new")
     temporary.write_text(str(server.port))

@@ -14,7 +14,7 @@ import yaml
 
 from rollcage.metrics.made_files import made_by, write_files
 from rollcage.metrics.provisioning import DASHBOARDS, RULE_FILES, RULES, SCRAPE_SEC
-from rollcage.metrics.serving import PORT
+from rollcage.metrics.serving import PORT, TARGETS_PATH
 
 Manifest = dict[str, Any]
 
@@ -24,14 +24,16 @@ LABELS = {"app.kubernetes.io/name": "rollcage", "release": "prometheus"}
 RAY_PORT = "metrics"
 """The container port of Ray's own metrics, as KubeRay names it on heads and workers."""
 
+EXPORTER = "rollcage-exporter"
+
+NAMESPACE = "NAMESPACE"
+"""What the reader of `vllm.yaml` replaces by that of the Ray cluster."""
+
 MODULE = "rollcage.metrics.kubernetes"
 
 
 def monitors() -> list[Manifest]:
-    """What is scraped: the exporter on the head, whose port no pod has to declare, and every pod of Ray's.
-
-    Replicas of vLLM answer on ports that they find free, which no PodMonitor can name.
-    """
+    """What is scraped: the exporter on the head, whose port no pod has to declare, and every pod of Ray's."""
     head = {"matchLabels": {"ray.io/node-type": "head"}}
     nodes = {"matchExpressions": [{"key": "ray.io/node-type", "operator": "Exists"}]}
     return [
@@ -49,6 +51,32 @@ def _monitor(name: str, job: str, selector: Manifest, port: Manifest) -> Manifes
     }
     spec = {"selector": selector, "podMetricsEndpoints": [endpoint]}
     return _object("monitoring.coreos.com/v1", "PodMonitor", name, spec=spec)
+
+
+def vllm() -> list[Manifest]:
+    """Replicas of vLLM answer on ports that they find free, which no PodMonitor can name: the exporter is asked where
+    they are. Prometheus may be in any namespace, so that its own must be put in place of `NAMESPACE`."""
+    service = _object(
+        "v1",
+        "Service",
+        EXPORTER,
+        spec={
+            "clusterIP": "None",
+            "selector": {"ray.io/node-type": "head"},
+            "ports": [{"name": EXPORTER, "port": PORT, "targetPort": PORT}],
+        },
+    )
+    asked = {
+        "url": f"http://{EXPORTER}.{NAMESPACE}.svc:{PORT}{TARGETS_PATH}",
+        "refreshInterval": f"{SCRAPE_SEC}s",
+    }
+    spec = {
+        "httpSDConfigs": [asked],
+        "metricsPath": "/metrics",
+        "scrapeInterval": f"{SCRAPE_SEC}s",
+        "relabelings": [{"sourceLabels": ["job"], "regex": "vllm", "action": "keep"}],
+    }
+    return [service, _object("monitoring.coreos.com/v1alpha1", "ScrapeConfig", "rollcage-vllm", spec=spec)]
 
 
 def rules() -> list[Manifest]:
@@ -93,6 +121,7 @@ def files() -> Iterator[tuple[str, str]]:
         "resources": list(made),
     }
     yield "kustomization.yaml", made_by(MODULE, all_of_it)
+    yield "vllm.yaml", made_by(MODULE, *vllm())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ server.close()
 from __future__ import annotations
 
 import hmac
+import logging
 import ssl
 from base64 import b64encode
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ from prometheus_client.registry import Collector
 PORT = 9410
 """Where it listens when nobody says otherwise."""
 
+TARGETS_PATH = "/targets"
+
 WAITING = 128
 """Connections that the kernel holds until they are taken; Python's own 5 make others try again after seconds."""
 
@@ -32,6 +35,9 @@ REQUEST_SEC = 10.0
 
 AT_ONCE = 32
 """Connections that are answered at once: each has a thread. Those past them are closed."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class _Handler(WSGIRequestHandler):
@@ -49,6 +55,9 @@ class _Four(ThreadingWSGIServer):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._free = BoundedSemaphore(AT_ONCE)
         super().__init__(*arguments, **options)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a client of the metrics' port went away: %s", client_address, exc_info=True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -96,8 +105,10 @@ def serve(
     certificate: Path | None = None,
     key: Path | None = None,
     plain: bool = False,
+    targets: Callable[[], str] | None = None,
 ) -> Server:
-    """Answer scrapes at `http://host:port/metrics`, on loopback unless told. With `user` and `password`, only those who
+    """Answer scrapes at `http://host:port/metrics`, on loopback unless told; and at `/targets` with what `targets`
+    says, for Prometheus' `http_sd_configs`. With `user` and `password`, only those who
     give them (basic authentication); with `certificate` and `key` (PEM), by TLS. `plain`: in Prometheus' text format,
     whatever else a scraper likes better.
 
@@ -111,6 +122,8 @@ def serve(
     app = make_wsgi_app(registry)
     if plain:
         app = _plain(app)
+    if targets is not None:
+        app = _with_targets(app, targets)
     if user is not None:
         app = _guarded(app, f"{user}:{password}")
     context = None
@@ -139,6 +152,19 @@ def _plain(app: Callable[..., Any]) -> Callable[..., Any]:
     return lambda environ, start_response: app(
         {name: value for name, value in environ.items() if name != "HTTP_ACCEPT"}, start_response
     )
+
+
+def _with_targets(app: Callable[..., Any], targets: Callable[[], str]) -> Callable[..., Any]:
+    """`app`, and beside it `targets`."""
+
+    def answer(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
+        if environ.get("PATH_INFO") != TARGETS_PATH:
+            return app(environ, start_response)
+        text = targets().encode()
+        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(text)))])
+        return [text]
+
+    return answer
 
 
 def _guarded(app: Callable[..., Any], credentials: str) -> Callable[..., Any]:

@@ -1,4 +1,5 @@
-"""What Prometheus scrapes, in the file that its `file_sd_configs` reads: ours, and beside it Ray's and vLLM's own.
+"""What Prometheus scrapes, as its `file_sd_configs` and `http_sd_configs` read it: ours, and beside it Ray's and vLLM's
+own.
 
     scrape_configs:
       - job_name: rollcage
@@ -27,15 +28,20 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def write_targets(path: Path, targets: Mapping[str, Sequence[str]]) -> bool:
-    """Have `path` name these addresses (`host:port`, by kind), and say whether it had to change. It is replaced whole,
-    for Prometheus reads it whenever it likes. Raises `OSError`, and `ValueError` for a kind that there is not."""
+def targets_json(targets: Mapping[str, Sequence[str]]) -> str:
+    """These addresses as Prometheus reads them, from a file or over HTTP. Raises as `write_targets`."""
     if strange := set(targets) - set(KINDS):
         raise ValueError(f"{', '.join(sorted(strange))}: the kinds of targets are {', '.join(KINDS)}")
     groups = [
         {"targets": sorted(targets[kind]), "labels": {"job": kind}} for kind in KINDS if targets.get(kind)
     ]
-    text = json.dumps(groups, indent=2) + "\n"
+    return json.dumps(groups, indent=2) + "\n"
+
+
+def write_targets(path: Path, targets: Mapping[str, Sequence[str]]) -> bool:
+    """Have `path` name these addresses (`host:port`, by kind), and say whether it had to change. It is replaced whole,
+    for Prometheus reads it whenever it likes. Raises `OSError`, and `ValueError` for a kind that there is not."""
+    text = targets_json(targets)
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)

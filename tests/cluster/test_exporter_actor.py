@@ -83,10 +83,13 @@ async def test_a_source_that_ends_has_told_all_that_it_counted_and_has_no_gauges
     assert scraped(exporter, "rollcage_job_rollouts") == 0
 
 
-async def test_a_job_with_too_many_names_goes_on_uncounted(
+async def test_agents_past_the_most_of_a_clusters_life_are_counted_together_and_said(
     config: ExporterConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     exporter, counts = start_exporter(config), Counts(Sender.JOB, {"agent": [f"b{n}" for n in range(16)]})
+    before = scraped(exporter, "rollcage_groups_zero_variance_total")
+    for number in range(16):
+        counts.add("groups_zero_variance", f"b{number}")
 
     async def snapshot() -> Snapshot:
         return counts.snapshot()
@@ -94,6 +97,8 @@ async def test_a_job_with_too_many_names_goes_on_uncounted(
     async with telling(exporter, "many", snapshot):
         pass
     assert "more than 16 values of the label 'agent'" in caplog.text
+    assert "b15 is counted as 'other'" in caplog.text or "... is counted as 'other'" in caplog.text
+    assert scraped(exporter, "rollcage_groups_zero_variance_total") == before + 16
 
 
 def test_prometheus_finds_the_exporter_and_ray_in_one_file(config: ExporterConfig) -> None:
@@ -107,6 +112,9 @@ def test_prometheus_finds_the_exporter_and_ray_in_one_file(config: ExporterConfi
         found = targets(config)
     assert found["vllm"] == ["127.0.0.1:8000"]
     assert len(found["ray"]) == 1
+    with urllib.request.urlopen(f"http://{address}/targets", timeout=60) as answer:
+        assert answer.headers["Content-Type"] == "application/json"
+        assert {group["labels"]["job"]: group["targets"] for group in json.load(answer)} == found
     ray.get(exporter.close.remote())
     assert targets(config) == {}
 

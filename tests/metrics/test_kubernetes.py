@@ -42,7 +42,8 @@ def unknown_keys(schema: dict[str, Any], value: Any, where: str = "") -> Iterato
 
 def check(kind: str, made: dict[str, Any]) -> None:
     # Go takes a flag anywhere in an expression, Python at its beginning.
-    schema = json.loads((SCHEMAS / f"{kind}_v1.json").read_text().replace("^(?i)", "(?i)^"))
+    [file] = SCHEMAS.glob(f"{kind}_v1*.json")
+    schema = json.loads(file.read_text().replace("^(?i)", "(?i)^"))
     jsonschema.validate(made, schema)
     assert list(unknown_keys(schema, made)) == []
 
@@ -50,12 +51,13 @@ def check(kind: str, made: dict[str, Any]) -> None:
 def test_the_committed_files_are_current() -> None:
     made = dict(files())
     assert {file.name: file.read_text() for file in MADE.iterdir()} == made
-    assert yaml.safe_load(made["kustomization.yaml"])["resources"] == sorted(
-        set(made) - {"kustomization.yaml"}, key=list(made).index
-    )
+    assert set(yaml.safe_load(made["kustomization.yaml"])["resources"]) == set(made) - {
+        "kustomization.yaml",
+        "vllm.yaml",
+    }
 
 
-@pytest.mark.parametrize("kind", ["PodMonitor", "PrometheusRule"])
+@pytest.mark.parametrize("kind", ["PodMonitor", "PrometheusRule", "ScrapeConfig"])
 def test_the_operator_takes_every_object(kind: str) -> None:
     found = objects(kind)
     assert found
@@ -82,6 +84,15 @@ def test_the_exporter_is_asked_on_the_head_alone_and_each_has_its_job() -> None:
     for name, spec in monitors.items():
         (endpoint,) = spec["podMetricsEndpoints"]
         assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": jobs[name]}]
+
+
+def test_replicas_of_vllm_are_found_through_the_exporter() -> None:
+    [service], [scrape] = objects("Service"), objects("ScrapeConfig")
+    [port] = service["spec"]["ports"]
+    [asked] = scrape["spec"]["httpSDConfigs"]
+    assert asked["url"] == f"http://{service['metadata']['name']}.NAMESPACE.svc:{port['port']}/targets"
+    assert port["targetPort"] == PORT
+    assert scrape["spec"]["relabelings"] == [{"sourceLabels": ["job"], "regex": "vllm", "action": "keep"}]
 
 
 def test_promtool_takes_the_rules(tmp_path: Path) -> None:

@@ -49,6 +49,15 @@ class Prometheus:
 def prometheus(directory: Path, target: str, **others: str) -> Iterator[Prometheus]:
     """One that scrapes `target` (host:port) as the job rollcage and `others` as theirs, and has Rollcage's rules, each
     second."""
+    jobs = {"rollcage": target, **others}.items()
+    scrapes = [{"job_name": job, "static_configs": [{"targets": [address]}]} for job, address in jobs]
+    with prometheus_with(directory, scrapes) as started:
+        yield started
+
+
+@contextmanager
+def prometheus_with(directory: Path, scrapes: list[dict[str, Any]]) -> Iterator[Prometheus]:
+    """One that has these `scrape_configs`, and Rollcage's rules."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in ("recording.yaml", "alerts.yaml"):
         shutil.copy(RULES / file, directory)
@@ -57,10 +66,7 @@ def prometheus(directory: Path, target: str, **others: str) -> Iterator[Promethe
     configuration = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": ["recording.yaml", "alerts.yaml"],
-        "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": [address]}]}
-            for job, address in {"rollcage": target, **others}.items()
-        ],
+        "scrape_configs": scrapes,
     }
     (directory / "prometheus.yml").write_text(json.dumps(configuration))
     log = directory / "log"

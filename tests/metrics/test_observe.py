@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,14 +22,15 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 from prometheus_client import REGISTRY, Gauge
-from real_prometheus import Prometheus
+from real_prometheus import Prometheus, prometheus_with
 
 from rollcage.metrics.dashboards.build import BOARDS
 from rollcage.metrics.exporter import Exporter
 from rollcage.metrics.provisioning import DASHBOARDS, SCRAPE_SEC, Login, prometheus_config
 from rollcage.metrics.serving import serve, serve_process
-from rollcage.metrics.targets import write_targets
+from rollcage.metrics.targets import targets_json, write_targets
 
+ROOT = Path(__file__).parents[2]
 ROLLCAGE = Path(sys.executable).parent / "rollcage"
 
 GRAFANA = f"""#!{sys.executable}
@@ -245,3 +247,30 @@ def test_promtool_takes_the_configuration_of_a_guarded_exporter(tmp_path: Path) 
     for setting in ("scheme", "basic_auth", "tls_config"):
         assert vllm[setting] == ours[setting]
     assert json.loads(file.read_text())["global"]["scrape_interval"] == f"{SCRAPE_SEC}s"
+
+
+@pytest.mark.parametrize("by", ["http_sd_configs", "file_sd_configs"])
+def test_a_prometheus_of_ones_own_as_the_docs_configure_it_finds_all_three(tmp_path: Path, by: str) -> None:
+    page = (ROOT / "docs" / "observe.md").read_text("utf-8")
+    [snippet] = re.findall("```yaml\n(rule_files.*?)```", page, re.S)
+    [config] = yaml.safe_load(snippet.replace("# or: ", ""))["scrape_configs"]
+    targets: dict[str, list[str]] = {}
+    served = serve(Exporter(), port=0, targets=lambda: targets_json(targets))
+    address = f"127.0.0.1:{served.port}"
+    targets |= {kind: [address] for kind in ("rollcage", "ray", "vllm")}
+    write_targets(tmp_path / "sd" / "9410.json", targets)
+    told = {
+        "http_sd_configs": [{**config["http_sd_configs"][0], "url": f"http://{address}/targets"}],
+        "file_sd_configs": [{"files": [f"{tmp_path}/sd/*.json"]}],
+    }
+    assert config["http_sd_configs"][0]["url"] == "http://HEAD:9410/targets"
+    assert config["file_sd_configs"][0]["files"][0].endswith("/.local/state/rollcage/targets/*.json")
+    try:
+        with prometheus_with(
+            tmp_path / "p", [{"job_name": "any", "scrape_interval": "1s", by: told[by]}]
+        ) as one:
+            one.wait_for("count(count by (job) (up == 1)) == 3")
+            jobs = {found["metric"]["job"] for found in one.query("up")}
+    finally:
+        served.close()
+    assert jobs == {"rollcage", "ray", "vllm"}

@@ -181,7 +181,7 @@ FAMILIES: tuple[Family, ...] = (
          combinations=_ENDINGS, ledger=True),
     _job("retries", C, "Attempts that are tried again, if nothing calls that off, by what ended them.", *_ERROR,
          combinations=_FAULTS, ledger=True),
-    _job("tasks_quarantined", C, "Tasks taken out of a job that runs, by why.", *_ERROR, combinations=_FAULTS),
+    _job("tasks_quarantined", C, "Tasks that a driver took out of its job, by why.", *_ERROR, combinations=_FAULTS),
     _job("attempts_dispatched", C, "Attempts begun: at any scrape those ended, abandoned and in flight together.",
          ledger=True),
     _job("attempts_ended", C, "Attempts that ended and are in the ledger.", ledger=True),

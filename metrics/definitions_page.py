@@ -27,9 +27,11 @@ snapshots, and it adds them up.
 - A label has a closed set of values. No task, rollout, container or text is ever one.
 - At any scrape `rollcage_attempts_dispatched_total` is `rollcage_attempts_ended_total` +
   `rollcage_attempts_abandoned_total` + `rollcage_attempts_in_flight`.
-- Restarts of drivers, hosts and of the exporter lose and double nothing. The families that follow from the ledger are
-  read from it when a driver goes on with a run.
-- A rollout that had ended and is run again (`rollcage resume`) ends twice and is counted twice: no counter falls.
+- Restarts of drivers, hosts and of the exporter double nothing. The families that follow from the ledger are read \
+from it when a driver goes on with a run, and lose nothing. Of the others, and of attempts that never ended, what a driver \
+or a host had counted in the two seconds before it was killed, and not told yet, is lost.
+- A rollout that had ended and is run again (`rollcage resume`) ends twice and is counted twice: no counter falls. So \
+is a task that the next driver takes out again.
 - A host that is silent for {SILENT_SEC:g} s has `rollcage_host_up` 0 and no other gauge, and is forgotten after \
 {FORGET_SEC[Sender.HOST] / 3600:g} h; where its job is silent too, or another host has its place, it is gone at once.
 - A job keeps its gauges until it ends, or is silent for {FORGET_SEC[Sender.JOB] / 3600:g} h; attempts that it had in \

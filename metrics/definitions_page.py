@@ -28,8 +28,8 @@ snapshots, and it adds them up.
 - At any scrape `rollcage_attempts_dispatched_total` is `rollcage_attempts_ended_total` +
   `rollcage_attempts_abandoned_total` + `rollcage_attempts_in_flight`.
 - Restarts of drivers, hosts and of the exporter double nothing. The families that follow from the ledger are read \
-from it when a driver goes on with a run, and lose nothing. Of the others, and of attempts that never ended, what a driver \
-or a host had counted in the two seconds before it was killed, and not told yet, is lost.
+from it when a driver goes on with a run, and lose nothing. Of the others, and of attempts that never ended, what a \
+driver or a host had counted in the two seconds before it was killed, and not told yet, is lost.
 - A rollout that had ended and is run again (`rollcage resume`) ends twice and is counted twice: no counter falls. So \
 is a task that the next driver takes out again.
 - A host that is silent for {SILENT_SEC:g} s has `rollcage_host_up` 0 and no other gauge, and is forgotten after \

@@ -1,7 +1,7 @@
 """Drives a job: asks the scheduler what to do, has hosts do it, and writes what came of it into the ledger.
 
     scheduler (pure) -> prepare / attempt on a host -> record the attempt -> tell the scheduler
-                                                    \\-> settle: ended rollouts, whole groups
+                                                    \\-> settle (settling.py): ended rollouts, whole groups
 
 Invariants:
 
@@ -19,18 +19,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from rollcage.cluster.decisions import Assignment, Preparation, RolloutEnd, RolloutKey, TaskKey
+from rollcage.cluster.decisions import Assignment, Preparation, TaskKey
 from rollcage.cluster.drawing import Drawing
 from rollcage.cluster.host import HostClient, HostLost, Prepared
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.ledger_rows import Group
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.progress import JobProgress
-from rollcage.cluster.records import UNWRITABLE, own_record, unknown, without_content
+from rollcage.cluster.records import own_record, unknown
 from rollcage.cluster.scheduler import Scheduler
+from rollcage.cluster.settling import Settling
 from rollcage.metrics.job_counts import JobCounts, RolloutState
 from rollcage.rollout.outcome import BY_NAME, Domain, Evidence, Outcome
 from rollcage.rollout.trajectory import Attempt
@@ -93,13 +94,11 @@ class Driver:
     ) -> None:
         self.counts = counts or job_counts(plan)
         """What Prometheus is told of the job."""
-        self.groups_committed = 0
         self.begun = False
         """True once there was a host."""
         self.unclean: set[str] = set()
         """Hosts that may have left something on their engines."""
         self._plan = plan
-        self._ledger = ledger
         self._source = hosts
         self._progress = progress
         self._hosts: dict[str, HostClient] = {}
@@ -118,18 +117,11 @@ class Driver:
         self._drawing = None if plan.stream is None else Drawing(plan, ledger.location, progress.say)
         if self._drawing is not None:
             self._drawing.committed = ledger.committed
-        self._group_size = {agent.label: agent.samples for agent in plan.agents}
-        self._rewards: dict[Group, list[float]] = {}
-        """Of the valid rollouts of groups that are not committed yet."""
-        self._last: dict[RolloutKey, Attempt] = {}
-        self._evidence: dict[TaskKey, Evidence] = {
-            broken.key: broken.evidence.mapped(progress.redact) for broken in plan.broken
-        }
+        self._settling = Settling(plan, ledger, self._scheduler, progress, self.counts)
         self._work: set[asyncio.Task[None]] = set()
         self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._stopping = 0
-        self._run_out: Evidence | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
 
@@ -164,7 +156,12 @@ class Driver:
 
     def goes_on(self, rewards: Mapping[Group, list[float]]) -> None:
         """The run has rollouts already: `rewards` are those of its open groups' valid ones. Before `run`."""
-        self._rewards.update(rewards)
+        self._settling.goes_on(rewards)
+
+    @property
+    def groups_committed(self) -> int:
+        """By this driver."""
+        return self._settling.groups_committed
 
     def look(self) -> None:
         """Bring the gauges of `counts` up to date."""
@@ -188,7 +185,7 @@ class Driver:
         `why` is the evidence of those that had not begun. Changes nothing where the job stops already."""
         if not self._stopping:
             self._stopping = 1
-            self._run_out = Evidence(why, "rollcage") if why else None
+            self._settling.run_out = Evidence(why, "rollcage") if why else None
             self._call_off()
             self._changed.set()
 
@@ -223,12 +220,12 @@ class Driver:
             if self._drawing is not None:
                 self._drawing.fill(self._scheduler, time.monotonic())
                 self._decide()
-            await self._settle()
+            await self._settling.settle()
             if self._scheduler.done and (self._drawing is None or self._drawing.ended):
                 return
             if self._hosts.keys() <= self._lost and not self._work:
                 self._call_off()
-                await self._settle()
+                await self._settling.settle()
                 raise HostLost("every host is lost and none could be had in its place")
             due = self._scheduler.wake_at()
             wait = HEARTBEAT_SEC if due is None else min(HEARTBEAT_SEC, max(0.0, due - time.monotonic()))
@@ -292,12 +289,7 @@ class Driver:
                 host=host.name,
                 started_at=started,
             )
-        try:
-            await self._ledger.record_attempt(attempt)
-        except UNWRITABLE as error:
-            attempt = self._without_content(attempt, error)
-            await self._ledger.record_attempt(attempt)
-        self.counts.attempt(attempt)
+        attempt = await self._settling.attempt(attempt)
         end = self._scheduler.ended(
             assignment.attempt_id,
             attempt.outcome,
@@ -309,7 +301,7 @@ class Driver:
             await self._drop_states(host, attempt)
             return
         if end.final:
-            self._last[assignment.key] = attempt
+            self._settling.last(assignment.key, attempt)
         if end.quarantined is not None:
             self._quarantined(end.quarantined, end.error_class, attempt.evidence)
         if not end.final:
@@ -434,55 +426,14 @@ class Driver:
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
 
-    # Settling
-
-    async def _settle(self) -> None:
-        """Write the rollouts that ended, then commit the groups that are whole."""
-        while ends := self._scheduler.finished():
-            groups = [(group.agent, group.task, group.draw) for group in self._scheduler.groups_done()]
-            await asyncio.gather(*(self._write(end) for end in ends))
-            await asyncio.gather(*(self._ledger.commit_group(*group) for group in groups))
-            for group in groups:
-                self.counts.group(group[0], self._rewards.pop(group, ()), self._group_size[group[0]])
-            self.groups_committed += len(groups)
-
-    async def _write(self, end: RolloutEnd) -> None:
-        attempt = self._last.pop(end.key, None)
-        if attempt is None or attempt.attempt_id != end.attempt_id:
-            # No attempt decided it: its task was quarantined, or the job cancelled.
-            if attempt is not None and attempt.outcome is Outcome.INVALID:
-                self.counts.retried(attempt.error_class)
-            invalid = end.outcome is Outcome.INVALID
-            evidence = self._evidence.get(end.key.task_key) if invalid else self._run_out
-            error_class = end.error_class or "cancelled"
-            policy = self._plan.agent(end.key.agent).policy
-            attempt = own_record(
-                end.key, end.outcome, error_class, evidence, number=end.attempts, policy=policy
-            )
-        self._progress.ended(end.outcome, self._scheduler.counts().in_flight)
-        group_size = self._group_size[end.key.agent]
-        try:
-            await self._ledger.record_rollout(attempt, end.attempts, group_size)
-        except UNWRITABLE as error:
-            attempt = self._without_content(attempt, error)
-            await self._ledger.record_rollout(attempt, end.attempts, group_size)
-        self.counts.rollout(end.key.agent, attempt.outcome, attempt.error_class, trajectory=end.attempts > 0)
-        if attempt.reward_valid:
-            rewards = self._rewards.setdefault((end.key.agent, end.key.task, end.key.draw), [])
-            rewards.append(attempt.reward.value if attempt.reward is not None else 0.0)
-
-    def _without_content(self, attempt: Attempt, error: Exception) -> Attempt:
-        bare = without_content(attempt, error)
-        return replace(bare, evidence=bare.evidence and bare.evidence.mapped(self._progress.redact))
-
     # Quarantine
 
     def _quarantined(self, task: TaskKey, error_class: str | None, evidence: Evidence | None) -> None:
-        self._evidence[task] = evidence or Evidence()
+        self._settling.evidence[task] = evidence or Evidence()
         self.counts.quarantined(error_class)
         if self._drawing is not None:
             self._drawing.drop(task.name)
-        first = self._evidence[task].message.partition("\n")[0][:300]
+        first = self._settling.evidence[task].message.partition("\n")[0][:300]
         infra = error_class is not None and BY_NAME[error_class].domain is Domain.INFRA
         word = "given up" if infra else "quarantined"
         self._progress.say(f"{word} {task.name}: {error_class}: {first}")

@@ -18,6 +18,8 @@ changes nothing. Invariants:
   a job keeps its gauges until it ends (one that died with work open is what an alert is for). A host of a job that is
   silent too has died with it, and no gauge. Both are forgotten at last, see `FORGET_SEC`; attempts that a job had in
   flight are abandoned then.
+- A cluster may have thousands of jobs and hosts in its life. Of one that has ended only what is not 0 is kept, and
+  hosts, which never come back, are added up in one.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ SILENT_SEC = 30.0
 FORGET_SEC = {Sender.HOST: 3600.0, Sender.JOB: 24 * 3600.0}
 """A host that is silent has `host_up` 0 for this long, and a job its gauges, so that the alerts on them are seen; then
 it is gone."""
+
+ADDED_UP = 16
+"""So many hosts that are gone for as long as `FORGET_SEC` are added up at once."""
 
 
 SILENCE = "job_silent_seconds"
@@ -70,6 +75,8 @@ class Exporter(Collector):
             for source, age in sources.read_all(state):
                 source.heard_at = now - age
                 self._sources[source.name] = source
+        self._kept = taken(self._snapshots(), passing=False)
+        """The agents and policies that have series. There is no end to that."""
 
     def accept(
         self, source: str, snapshot: Snapshot, *, incarnation: str, final: bool = False, of: str = ""
@@ -111,38 +118,45 @@ class Exporter(Collector):
                 held.end()
             if self._state is not None:
                 sources.write(self._state, held, age=0.0)
+            for label, names in taken([held.last], passing=False).items():
+                self._kept.setdefault(label, set()).update(names)
             return beyond
 
     def _taken(self, source: str) -> dict[str, set[str]]:
         """The names beside which a snapshot of `source` must fit."""
         there = (held.last for held in self._sources.values() if not held.ended and held.name != source)
-        counted = (
-            one for held in self._sources.values() for one in (held.last, held.base) if one is not None
-        )
-        return taken(there, passing=True) | taken(counted, passing=False)
+        return taken(there, passing=True) | self._kept
+
+    def _snapshots(self) -> Iterator[Snapshot]:
+        for held in self._sources.values():
+            yield held.last
+            if held.base is not None:
+                yield held.base
 
     def collect(self) -> Iterator[Metric]:
         """Every family, with its series at 0 where nobody has counted."""
         with self._lock:
             now = self._clock()
             self._look_at(now)
-            held = list(self._sources.values())
+            there = [source for source in self._sources.values() if not source.ended]
             if self._of_the_ended is None:
-                self._of_the_ended = _sum(_counted(source for source in held if source.ended))
-            counted = [self._of_the_ended, *_counted(source for source in held if not source.ended)]
-            gauges = [self._gauges(source, now) for source in held]
-            abandoned = sum(source.abandoned for source in held)
+                ended = (source for source in self._sources.values() if source.ended)
+                self._of_the_ended = _sum(_counted(ended))
+            counted = [self._of_the_ended, *_counted(there)]
+            gauges = [self._gauges(source, now) for source in there]
+            abandoned = sum(source.abandoned for source in self._sources.values())
             whole = _sum([*counted, *gauges, self._own.snapshot()])
+            kept = {label: tuple(names) for label, names in self._kept.items()}
         for name in ("attempts_dispatched", "attempts_abandoned"):
             whole.values.setdefault(name, {}).setdefault((), 0.0)
             whole.values[name][()] += abandoned
         for family in FAMILIES:
-            yield _metric(family, whole)
+            yield _metric(family, whole, kept)
 
     def describe(self) -> Iterator[Metric]:
         """The families, without samples."""
         for family in FAMILIES:
-            yield _metric(family, Snapshot(family.sender, {}), empty=True)
+            yield _metric(family, Snapshot(family.sender, {}))
 
     def end(self, source: str) -> None:
         """`source` is known to be gone, and what it was doing is looked after: its gauges go."""
@@ -165,11 +179,11 @@ class Exporter(Collector):
                 self._end(source)
 
     def _gauges(self, source: Source, now: float) -> Snapshot:
-        """Those that the source has now."""
+        """Those that a source which has not ended has now."""
         snapshot = source.last
         values: dict[str, dict[Labels, float]] = {}
         silent = snapshot.sender is Sender.HOST and now - source.heard_at > SILENT_SEC
-        if source.ended or (silent and self._is_gone(source.of, now)):
+        if silent and self._is_gone(source.of, now):
             return Snapshot(snapshot.sender, snapshot.declared)
         for family in FAMILIES:
             series = snapshot.values.get(family.name)
@@ -199,6 +213,28 @@ class Exporter(Collector):
                         heard.append(source.heard_at)
             self._own.set("exporter_sources", len(heard), kind.value)
             self._own.set("exporter_silent_seconds", max(0.0, now - min(heard, default=now)), kind.value)
+        gone = [
+            source
+            for source in self._sources.values()
+            if source.ended
+            and source.last.sender is Sender.HOST
+            and now - source.heard_at > FORGET_SEC[Sender.HOST]
+            and source.name != sources.GONE
+        ]
+        if len(gone) >= ADDED_UP:
+            self._add_up(gone)
+
+    def _add_up(self, gone: list[Source]) -> None:
+        """Have one source in the place of these. A kill halfway doubles nothing, see `sources.replace`."""
+        former = self._sources.get(sources.GONE)
+        counted = _sum(_counted([*gone, *([former] if former is not None else [])]))
+        whole = Source(sources.GONE, "", Snapshot(Sender.HOST, {}, counted.values, counted.histograms), 0.0)
+        whole.ended, whole.past = True, [source.name for source in gone]
+        if self._state is not None:
+            sources.replace(self._state, whole)
+        for name in whole.past:
+            del self._sources[name]
+        self._sources[sources.GONE] = whole
 
 
 _COUNTERS = frozenset(family.name for family in FAMILIES if family.kind is Kind.COUNTER)
@@ -259,10 +295,12 @@ def _sum(snapshots: Iterable[Snapshot]) -> Snapshot:
     return whole
 
 
-def _metric(family: Family, whole: Snapshot, *, empty: bool = False) -> Metric:
-    """A family as prometheus_client has it. Series of constants are there at 0 even before anybody counts."""
+def _metric(family: Family, whole: Snapshot, kept: dict[str, Labels] | None = None) -> Metric:
+    """A family as prometheus_client has it, without samples where `kept` is None. Series of constants are there at 0
+    even before anybody counts, and those of the agents and policies in `kept` for ever; but a gauge is somebody's."""
     name, names = PREFIX + family.name, list(family.label_names)
-    zero = {} if empty else dict.fromkeys(family.series({}), 0.0)
+    declared = {} if kept is None or family.kind is Kind.GAUGE else kept
+    zero = {} if kept is None else dict.fromkeys(family.series(declared), 0.0)
     if family.kind is Kind.HISTOGRAM:
         histogram = HistogramMetricFamily(name, family.help, labels=names)
         found = whole.histograms.get(family.name, {})

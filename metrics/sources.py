@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rollcage.metrics.counts import Buckets, Counts, Snapshot
+from rollcage.metrics.counts import Buckets, Counts, Labels, Snapshot
 from rollcage.metrics.definitions import MOST, Sender
 
 LONGEST = 200
 """Characters of a source's name in that of its file: most file systems take 255 bytes."""
+
+GONE = "hosts that are gone"
+"""The source that stands for them: `past` has those that were last added to it. A host's own name has no blanks."""
 
 PAST = 64
 """Earlier incarnations of a source that are remembered, to know a late snapshot of one. A late one is seconds late."""
@@ -53,11 +56,12 @@ class Source:
         if self.ended:
             return
         self.ended = True
+        self.last, self.base = _without_zeros(self.last), self.base and _without_zeros(self.base)
         in_flight = self.last.values.get("attempts_in_flight", {}).get((), 0.0)
         if in_flight:
             values = dict(self.last.values)
             values["attempts_dispatched"] = {(): values["attempts_dispatched"][()] - in_flight}
-            values["attempts_in_flight"] = {(): 0.0}
+            del values["attempts_in_flight"]
             self.last = Snapshot(
                 self.last.sender, self.last.declared, values, self.last.histograms, self.last.number
             )
@@ -67,26 +71,62 @@ class Source:
 def read_all(state: Path) -> Iterator[tuple[Source, float]]:
     """The sources whose files are in `state`, and how many seconds ago each was heard. Their `heard_at` is the caller's
     to set. Raises `OSError`, and `ValueError` for a file that is no snapshot, naming it."""
-    for path in sorted(state.glob("*.json")):
+    gone: set[str] = set()
+    for path in sorted(state.glob("*.json"), key=lambda path: (path != _path(state, GONE), path)):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            yield _from_json(data), max(0.0, time.time() - float(data["heard_at"]))
+            source = _from_json(data)
+            age = max(0.0, time.time() - float(data["heard_at"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             remedy = "delete it: what its source counted is then counted no more"
             raise ValueError(f"{path}: this is no snapshot ({error}); {remedy}") from error
+        if source.ended:
+            source.last, source.base = (
+                _without_zeros(source.last),
+                source.base and _without_zeros(source.base),
+            )
+        if source.name == GONE:
+            gone = set(source.past)
+        if source.name in gone:
+            path.unlink(missing_ok=True)
+        else:
+            yield source, age
+
+
+def replace(state: Path, whole: Source) -> None:
+    """Write `whole`, and remove the files of the sources in its `past`. Killed in between, `read_all` does the rest.
+    Raises `OSError`."""
+    write(state, whole, age=0.0)
+    for name in whole.past:
+        _path(state, name).unlink(missing_ok=True)
 
 
 def write(state: Path, source: Source, *, age: float) -> None:
     """Replace the file of `source`, which was heard `age` seconds ago. Raises `OSError`."""
-    path = state / (_file_name(source.name) + ".json")
+    path = _path(state, source.name)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(_to_json(source, time.time() - age)), encoding="utf-8")
     os.replace(temporary, path)
 
 
-def _file_name(source: str) -> str:
+def _path(state: Path, source: str) -> Path:
     name = quote(source, safe="", errors="surrogatepass")
-    return name if len(name) <= LONGEST else f"{name[:LONGEST]}-{sha256(name.encode()).hexdigest()[:16]}"
+    if len(name) > LONGEST:
+        name = f"{name[:LONGEST]}-{sha256(name.encode()).hexdigest()[:16]}"
+    return state / f"{name}.json"
+
+
+def _without_zeros(snapshot: Snapshot) -> Snapshot:
+    """With them a source is ten times as large, and every series is exported at 0 all the same."""
+    values: dict[str, dict[Labels, float]] = {}
+    for name, series in snapshot.values.items():
+        if counted := {labels: value for labels, value in series.items() if value}:
+            values[name] = counted
+    histograms: dict[str, dict[Labels, Buckets]] = {}
+    for name, histogram in snapshot.histograms.items():
+        if observed := {labels: one for labels, one in histogram.items() if one.total}:
+            histograms[name] = observed
+    return Snapshot(snapshot.sender, snapshot.declared, values, histograms, snapshot.number)
 
 
 def _to_json(source: Source, heard_at: float) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollcage.metrics.counts import Counts
 from rollcage.metrics.definitions import FAMILIES, MOST, Kind, Sender, most_series
-from rollcage.metrics.exporter import FORGET_SEC, SILENT_SEC, Exporter
+from rollcage.metrics.exporter import ADDED_UP, FORGET_SEC, SILENT_SEC, Exporter
 from rollcage.metrics.serving import AT_ONCE, Server, serve
 from rollcage.metrics.simulated import simulate
 
@@ -461,3 +461,66 @@ def test_a_job_that_is_not_heard_says_for_how_long(tmp_path: Path) -> None:
         labels: value for (name, labels), value in found.items() if name == "rollcage_job_silent_seconds"
     }
     assert silent == {(("job_id", "dead"),): 201.0, (("job_id", "alive"),): 1.0}
+
+
+def test_hosts_that_are_gone_are_added_up_and_a_kill_while_that_is_done_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    exporter = Exporter(tmp_path, clock=clock)
+
+    def gone(first: int, final: bool) -> None:
+        for number in range(first, first + ADDED_UP):
+            counts = a_host(f"h{number}")
+            counts.add("image_builds", "built")
+            counts.observe("image_build_seconds", 1)
+            exporter.accept(f"h{number}", counts.snapshot(), incarnation="1", final=final)
+        clock.now += FORGET_SEC[Sender.HOST] + 1
+
+    def counted(one: Exporter) -> tuple[float, float]:
+        found = samples(one)
+        return of(found, "image_builds_total"), of(found, "image_build_seconds_count")
+
+    gone(0, final=True)
+    assert counted(exporter) == (ADDED_UP, ADDED_UP)
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    gone(ADDED_UP, final=False)
+    unlink, left = Path.unlink, 5
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        samples(exporter)
+    monkeypatch.undo()
+    assert len(list(tmp_path.glob("*.json"))) == ADDED_UP - 5 + 1
+    for _ in range(2):
+        assert counted(Exporter(tmp_path, clock=clock)) == (2 * ADDED_UP, 2 * ADDED_UP)
+        assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_a_scrape_of_a_cluster_that_had_thousands_of_jobs_and_hosts_is_as_fast_as_that_of_a_new_one() -> None:
+    clock = Clock()
+    old, new = Exporter(clock=clock), Exporter(clock=clock)
+    host, job = a_host().snapshot(), a_job(dispatched=5, ended=5).snapshot()
+    for number in range(1000):
+        old.accept(f"h{number}", host, incarnation="1", final=True)
+        old.accept(f"j{number}", job, incarnation="1", final=True)
+        clock.now += 60
+    for exporter in (old, new):
+        simulate(exporter, hosts=8, jobs=2)
+        samples(exporter)
+
+    def cost(exporter: Exporter) -> float:
+        begun = time.process_time()
+        for _ in range(10):
+            samples(exporter)
+        return time.process_time() - begun
+
+    assert of(samples(old), "attempts_ended_total") > 5000
+    assert min(cost(old) for _ in range(3)) < 1.5 * min(cost(new) for _ in range(3)) + 0.05

@@ -103,7 +103,8 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
             if address is None:
                 raise CouldNotRun(f"could not start Ray on this machine: {error}") from error
             raise CouldNotRun(
-                f"could not join the Ray cluster at {address}: {error}\n{TOKEN_HINT}"
+                f"could not join the Ray cluster at {address}: {error}; --address names another, and "
+                f"`--address local` starts Ray on this machine\n{TOKEN_HINT}"
             ) from error
         yield
 

@@ -30,7 +30,13 @@ def resume(
         list[str] | None, typer.Option("--set", help="Override a setting of the run's job: --set a.b=c")
     ] = None,
     concurrency: Annotated[int | None, typer.Option("--concurrency", min=1, help="Rollouts at once.")] = None,
-    address: Annotated[str | None, typer.Option("--address", help="Join this Ray cluster.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            help="Join this Ray cluster, not that of the run; `local` starts Ray on this machine.",
+        ),
+    ] = None,
     skip_unready: Annotated[
         bool, typer.Option("--skip-unready", help="Leave out tasks whose variables are not set.")
     ] = False,

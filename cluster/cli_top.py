@@ -9,12 +9,27 @@ from typing import Annotated
 import typer
 
 from rollcage.cluster.cli_common import Exit, err, out
+from rollcage.cluster.errors import InputError
 
-Address = Annotated[str, typer.Option("--url", help="The exporter's.")]
+REMEDIES = {
+    "HTTP Error 401": "--user and --password are those of its job",
+    "CERTIFICATE_VERIFY_FAILED": "--certificate is that of its job, and must name the host of --url",
+    "WRONG_VERSION_NUMBER": "it speaks no TLS: --url http://...",
+    "UNEXPECTED_EOF": "it may speak TLS: --url https://...",
+    "closed connection without response": "it may speak TLS: --url https://...",
+}
+"""By what an error's text has in it."""
 
 
 def top(
-    url: Address = "http://127.0.0.1:9410/metrics",
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            help="The exporter's, http://127.0.0.1:9410/metrics. By default the one that a job of this user started "
+            "here last.",
+        ),
+    ] = None,
     user: Annotated[str | None, typer.Option("--user", help="Where the exporter asks for one.")] = None,
     password: Annotated[
         str | None, typer.Option("--password", envvar="ROLLCAGE_EXPORTER_PASSWORD", help="The user's.")
@@ -23,18 +38,23 @@ def top(
         Path | None, typer.Option("--certificate", help="PEM: what the exporter's own is checked against.")
     ] = None,
     interval: Annotated[float, typer.Option("--interval", min=0.5, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look twice, print once and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look twice, print once and end; so it is where no terminal is.")
+    ] = False,
 ) -> None:
     """What the cluster does now: jobs, outcomes, errors by class, hosts and policies. Ended by Ctrl-C."""
     from rich.live import Live
 
     from rollcage.metrics.top import Change, read, render
 
+    url = url or _found(certificate)
+    if "://" not in url:
+        raise InputError(f"--url {url}: write http://HOST:PORT/metrics, or https:// where it speaks TLS")
     try:
         before = read(url, user, password, certificate)
         time.sleep(interval)
         now = read(url, user, password, certificate)
-        if once:
+        if once or not out.is_terminal:
             out.print(render(Change(before, now)))
             return
         with Live(render(Change(before, now)), console=out, screen=True, auto_refresh=False) as live:
@@ -45,5 +65,18 @@ def top(
     except KeyboardInterrupt:
         raise typer.Exit(Exit.DONE) from None
     except (OSError, ValueError) as error:
-        err.print(f"could not read the exporter at {url}: {error}; --url names another", markup=False)
+        remedy = next((what for said, what in REMEDIES.items() if said in str(error)), "--url names another")
+        err.print(f"could not read the exporter at {url}: {error}; {remedy}", markup=False)
         raise typer.Exit(Exit.COULD_NOT_RUN) from error
+
+
+def _found(certificate: Path | None) -> str:
+    """Where a job's exporter listens on this machine, by the files for Prometheus; else where it would."""
+    from rollcage.metrics.serving import METRICS_PATH, PORT
+    from rollcage.metrics.targets import exporters
+    from rollcage.rollout.location import state_directory
+
+    scheme = "http" if certificate is None else "https"
+    files = sorted((state_directory() / "targets").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    found = [address for path in files for address in exporters(path)]
+    return f"{scheme}://{found[-1] if found else f'127.0.0.1:{PORT}'}{METRICS_PATH}"

@@ -175,12 +175,22 @@ class SandboxConfig(Settings):
         return path
 
 
+LOCAL = "local"
+"""The address that is no cluster's."""
+
+
 class RayConfig(Settings):
     """Ray. Without an address it is started on this machine and ended with the job."""
 
     address: str | None = Field(
-        default=None, description="HOST:PORT of a cluster to join; None: Ray is started here."
+        default=None, description="HOST:PORT of a cluster to join; None, or local: Ray is started here."
     )
+
+    @field_validator("address")
+    @classmethod
+    def _here(cls, address: str | None) -> str | None:
+        return None if address == LOCAL else address
+
     num_cpus: Count | None = Field(
         default=None,
         description="CPUs that Ray counts on where it is started here; None: all of this machine.",

@@ -281,7 +281,9 @@ async def telling(
         try:
             async with asyncio.timeout(ANSWER_SEC):
                 why = await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
-        except (RayError, TimeoutError) as error:
+        except TimeoutError:
+            why = f"it does not answer within {ANSWER_SEC:g} s"
+        except RayError as error:
             why = f"{type(error).__name__}: {error}"
         if why and why not in said:
             said.add(why)

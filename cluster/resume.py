@@ -57,8 +57,9 @@ SPENT = "cancelled"
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """What the command line says. None and empty lists leave the run's own. `tasks` are further ones. `journal`: where
-    the journal of a run that is not on this machine lies, where not the run's own setting or the default."""
+    """What the command line says. None and empty lists leave the run's own, the cluster that it was on too (`local`:
+    Ray is started here). `tasks` are further ones. `journal`: where the journal of a run that is not on this machine
+    lies, where not the run's own setting or the default."""
 
     run: str
     samples: int | None = None
@@ -160,13 +161,14 @@ def _go_on(
 
 
 def _config(run: RecordedRun, options: ResumeOptions) -> JobConfig:
+    joined = {} if options.address is None else {"address": options.address}
     given: dict[str, Any] = {
         "samples": options.samples,
         "concurrency": options.concurrency,
         "tasks": [*dict.fromkeys([*run.config.tasks, *options.tasks])] if options.tasks else None,
         "skip_unready": options.skip_unready or None,
         "journal": None if options.journal is None else str(options.journal.absolute()),
-        "ray": run.config.ray.model_dump(mode="json") | {"address": options.address},
+        "ray": run.config.ray.model_dump(mode="json") | joined,
         "output": str(run.location.name) if "://" in run.location.name else run.location.path,
     }
     return changed_job(run.config, options.overrides, given, f"{run.location}/job.json")

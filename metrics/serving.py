@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 PORT = 9410
 """Where it listens when nobody says otherwise."""
 
+METRICS_PATH = "/metrics"
 TARGETS_PATH = "/targets"
 
 WAITING = 128
@@ -122,8 +123,7 @@ def serve(
     app = make_wsgi_app(registry)
     if plain:
         app = _plain(app)
-    if targets is not None:
-        app = _with_targets(app, targets)
+    app = _at_their_paths(app, targets)
     if user is not None:
         app = _guarded(app, f"{user}:{password}")
     context = None
@@ -154,15 +154,21 @@ def _plain(app: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _with_targets(app: Callable[..., Any], targets: Callable[[], str]) -> Callable[..., Any]:
-    """`app`, and beside it `targets`."""
+def _at_their_paths(app: Callable[..., Any], targets: Callable[[], str] | None) -> Callable[..., Any]:
+    """`app` at `/metrics`, `targets` at `/targets`, and nothing elsewhere."""
 
     def answer(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
-        if environ.get("PATH_INFO") != TARGETS_PATH:
+        path = environ.get("PATH_INFO", "")
+        if path == METRICS_PATH:
             return app(environ, start_response)
-        text = targets().encode()
-        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(text)))])
-        return [text]
+        if path == TARGETS_PATH and targets is not None:
+            status, kind, text = "200 OK", "application/json", targets()
+        else:
+            there = METRICS_PATH if targets is None else f"{METRICS_PATH} and {TARGETS_PATH}"
+            status, kind, text = "404 Not Found", "text/plain; charset=utf-8", f"there is {there}\n"
+        body = text.encode()
+        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+        return [body]
 
     return answer
 

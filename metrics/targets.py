@@ -51,21 +51,7 @@ def write_targets(path: Path, targets: Mapping[str, Sequence[str]]) -> bool:
     return True
 
 
-def remove_ended(directory: Path) -> list[Path]:
-    """Remove the files (`<port>.json`) of exporters that were killed with their clusters, and return their paths:
-    nobody listens where they say. One that only starts again writes its file anew. Raises `OSError` where one cannot be
-    removed."""
-    ended = []
-    for path in sorted(directory.glob("*.json")):
-        if path.stem.isdigit() and (addresses := _exporters(path)):
-            answered = [address for address in addresses if not _refused(address)]
-            if not answered:
-                path.unlink(missing_ok=True)
-                ended.append(path)
-    return ended
-
-
-def _exporters(path: Path) -> list[str]:
+def exporters(path: Path) -> list[str]:
     """The addresses of a file that `write_targets` wrote; none of any other."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         groups = json.loads(path.read_text(encoding="utf-8"))
@@ -73,6 +59,20 @@ def _exporters(path: Path) -> list[str]:
             str(one) for group in groups if group["labels"]["job"] == KINDS[0] for one in group["targets"]
         ]
     return []
+
+
+def remove_ended(directory: Path) -> list[Path]:
+    """Remove the files (`<port>.json`) of exporters that were killed with their clusters, and return their paths:
+    nobody listens where they say. One that only starts again writes its file anew. Raises `OSError` where one cannot be
+    removed."""
+    ended = []
+    for path in sorted(directory.glob("*.json")):
+        if path.stem.isdigit() and (addresses := exporters(path)):
+            answered = [address for address in addresses if not _refused(address)]
+            if not answered:
+                path.unlink(missing_ok=True)
+                ended.append(path)
+    return ended
 
 
 def _refused(address: str) -> bool:

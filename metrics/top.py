@@ -28,6 +28,9 @@ from rollcage.rollout.outcome import Domain, Outcome
 ANSWER_SEC = 10.0
 """As long as an exporter may take to answer."""
 
+SILENT_SEC = 10.0
+"""A driver that was last heard longer ago than this may be dead: it sends every two seconds."""
+
 _COLOURS = {
     Outcome.PASSED: "green",
     Outcome.FAILED: "yellow",
@@ -123,13 +126,16 @@ def _headline(change: Change) -> RenderableType:
 
 
 def _jobs(change: Change) -> RenderableType | None:
-    total, ended = (change.now.by(name, "job_id") for name in ("job_rollouts", "job_rollouts_ended"))
+    total, ended, silent = (
+        change.now.by(name, "job_id") for name in ("job_rollouts", "job_rollouts_ended", "job_silent_seconds")
+    )
     if not total:
         return None
-    table = _table("job", "ended", "of", "feed lag")
+    table = _table("job", "ended", "of", "feed lag", "heard")
     for key in sorted(total):
         lag = change.now.by("feed_lag_groups", "job_id").get(key, 0.0)
-        table.add_row(key[0], f"{ended.get(key, 0):.0f}", f"{total[key]:.0f}", f"{lag:.0f}")
+        heard = Text(f"{silent.get(key, 0):.0f} s ago", "red" if silent.get(key, 0) > SILENT_SEC else "")
+        table.add_row(Text(key[0]), f"{ended.get(key, 0):.0f}", f"{total[key]:.0f}", f"{lag:.0f}", heard)
     return table
 
 

@@ -189,6 +189,7 @@ def test_nothing_listens_at_the_address_of_the_cluster(tmp_path: Path, write_tas
     done = rollcage("run", "--tasks", write_task("tasks/one"), *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "could not join the Ray cluster at 127.0.0.1:1" in done.stderr
+    assert "--address local" in done.stderr.replace("\n", " ")
     assert not (tmp_path / "out").exists()
 
 

@@ -110,6 +110,22 @@ ENDS: Ends = {
 }
 
 
+@pytest.mark.parametrize(
+    ("was_on", "told", "joined"),
+    [
+        ("10.0.0.1:6379", None, "10.0.0.1:6379"),
+        ("10.0.0.1:6379", "10.0.0.2:6379", "10.0.0.2:6379"),
+        ("10.0.0.1:6379", "local", None),
+        (None, None, None),
+    ],
+)
+def test_a_run_goes_on_where_it_was_unless_told(
+    a_run: Any, was_on: str | None, told: str | None, joined: str | None
+) -> None:
+    run = a_run(ENDS, ray={"address": was_on})
+    assert planned(open_run(run), ResumeOptions(str(run), address=told)).config.ray.address == joined
+
+
 def test_only_what_has_not_ended_and_what_was_cancelled_is_run(a_run: Any) -> None:
     found = left(a_run(ENDS))
     assert named(found.chosen) == ["b0", "b1"]

@@ -394,6 +394,15 @@ def test_clients_that_say_nothing_have_a_bounded_number_of_threads_and_leave_roo
     pytest.fail("no scrape is answered any more")
 
 
+@pytest.mark.parametrize("path", ["", "/", "/metric", "/metrics/", "/targets"])
+def test_a_path_that_there_is_not_names_those_that_there_are(
+    serving: Callable[..., Server], path: str
+) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404") as raised:
+        get(f"http://127.0.0.1:{serving().port}{path}")
+    assert raised.value.read() == b"there is /metrics\n"
+
+
 def test_half_of_a_pair_is_refused(simulated: Exporter, tmp_path: Path) -> None:
     for options in ({"user": "u"}, {"certificate": tmp_path}):
         with pytest.raises(ValueError, match="go together"):

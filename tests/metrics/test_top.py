@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rollcage.cluster.cli import app
+from rollcage.cluster.errors import InputError
 from rollcage.metrics.exporter import Exporter
 from rollcage.metrics.serving import serve
 from rollcage.metrics.simulated import ticking
+from rollcage.metrics.targets import write_targets
 from rollcage.metrics.top import Change, Scrape, read, render
 
 
@@ -36,15 +39,56 @@ def test_it_shows_what_the_exporter_has_counted(url: str, simulated: Exporter) -
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [([], "401"), (["--url", "http://127.0.0.1:1/metrics"], "refused")]
+    ("options", "said", "remedy"),
+    [
+        ([], "401", "--user and --password are those of its job"),
+        (["--url", "http://127.0.0.1:1/metrics"], "refused", "--url names another"),
+        (["--url", "https://127.0.0.1:{port}/metrics"], "SSL", "it speaks no TLS"),
+    ],
 )
 def test_an_exporter_that_does_not_answer_is_named_with_a_remedy(
-    url: str, options: list[str], said: str
+    url: str, options: list[str], said: str, remedy: str
 ) -> None:
+    port = url.split(":")[2].split("/")[0]
+    options = [option.replace("{port}", port) for option in options]
     found = CliRunner().invoke(app, ["top", "--once", "--url", url, *options])
     assert found.exit_code == 2
     assert said in found.stderr
-    assert "--url names another" in found.stderr.replace("\n", " ")
+    assert remedy in found.stderr.replace("\n", " ")
+
+
+def test_an_address_without_its_scheme_is_bad_input() -> None:
+    found = CliRunner().invoke(app, ["top", "--once", "--url", "127.0.0.1:9410"])
+    assert isinstance(found.exception, InputError)
+    assert "write http://HOST:PORT/metrics" in str(found.exception)
+
+
+def test_the_exporter_that_a_job_of_this_user_started_is_found(
+    simulated: Exporter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = serve(simulated, port=0)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    write_targets(
+        tmp_path / "rollcage" / "targets" / f"{server.port}.json", {"rollcage": [f"127.0.0.1:{server.port}"]}
+    )
+    found = CliRunner().invoke(app, ["top", "--interval", "0.5"])  # where no terminal is, once
+    server.close()
+    assert found.exit_code == 0
+    assert "job-0" in capsys.readouterr().out
+
+
+def test_a_job_whose_driver_is_not_heard_stands_out() -> None:
+    texts = [
+        f'rollcage_job_rollouts{{job_id="j"}} 9\nrollcage_job_silent_seconds{{job_id="j"}} {s}\n'
+        for s in (3, 78)
+    ]
+    for text, colour in zip(texts, ("3 s ago", "\x1b[31m78 s ago"), strict=True):
+        console = Console(width=100, force_terminal=True, color_system="standard", file=io.StringIO())
+        console.print(render(Change(Scrape(text, 0), Scrape(text, 1))))
+        assert colour in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_exporter_without_jobs_and_hosts_can_be_shown() -> None:

@@ -53,10 +53,12 @@ class Snapshot:
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
     histograms: dict[str, dict[Labels, Buckets]] = field(default_factory=dict)
     number: int = 0
+    began: dict[str, dict[Labels, float]] = field(default_factory=dict)
+    """Of a job that goes on with a run: where its counters that follow from the ledger began."""
 
     def check(self) -> None:
-        """Raises `UnknownLabel` for a series, or a number of declared values or of buckets, that `definitions.py` does
-        not have, and `ValueError` for a counter that is no number or below 0."""
+        """Raises `UnknownLabel` for a series, a declared label or a number of buckets that `definitions.py` does not
+        have, and `ValueError` for a counter that is no number or below 0."""
         check_declared(self.declared)
         found: dict[str, set[Labels]] = {name: set(series) for name, series in self.values.items()}
         found |= {name: set(series) for name, series in self.histograms.items()}
@@ -78,9 +80,10 @@ class Snapshot:
 
 
 class Counts:
-    """A source's counters, gauges and histograms. `declared`: the values of its declared labels.
+    """A source's counters, gauges and histograms. `declared`: the values of its declared labels, as many as it has; the
+    exporter sees to it that there are not too many in all (`room.py`).
 
-    Raises `UnknownLabel` where a declared label has too many values, or is none.
+    Raises `UnknownLabel` for a label whose values are not declared, and for a value that cannot be written.
     """
 
     def __init__(self, sender: Sender, declared: Mapping[str, Iterable[str]] | None = None) -> None:
@@ -88,12 +91,13 @@ class Counts:
         self.declared = {name: tuple(dict.fromkeys(values)) for name, values in (declared or {}).items()}
         check_declared(self.declared)
         self._sent = 0
+        self._began: dict[str, dict[Labels, float]] = {}
         self._values: dict[str, dict[Labels, float]] = {}
         self._histograms: dict[str, dict[Labels, Buckets]] = {}
         self._add_series()
 
     def declare(self, label: str, value: str) -> None:
-        """Have one more value of a declared label. Raises `UnknownLabel` where that is one too many."""
+        """Have one more value of a declared label. Raises `UnknownLabel`."""
         declared = {**self.declared, label: tuple(dict.fromkeys((*self.declared.get(label, ()), value)))}
         check_declared(declared)
         self.declared = declared
@@ -148,7 +152,13 @@ class Counts:
                 for name, series in self._histograms.items()
             },
             self._sent,
+            self._began,
         )
+
+    def begin(self) -> None:
+        """What is counted now is what the ledger had when its source began (`Snapshot.began`)."""
+        families = (family.name for family in FAMILIES if family.ledger and family.name in self._values)
+        self._began = {name: dict(self._values[name]) for name in families}
 
     def _series(self, among: dict[str, dict[Labels, T]], name: str, labels: Labels) -> T:
         try:
@@ -163,12 +173,15 @@ class Counts:
 
 
 def check_declared(declared: Mapping[str, Iterable[str]]) -> None:
-    """Raises `UnknownLabel` where a label has more values than it may have at once, or none may be declared for it."""
+    """Raises `UnknownLabel` for a label whose values are constants, and for a value that is no text of Unicode."""
     for name, values in declared.items():
         if name not in MOST:
             raise UnknownLabel(f"{name!r} is no label whose values can be declared")
-        if (number := len(set(values))) > MOST[name]:
-            raise UnknownLabel(f"{number} values of the label {name!r}: at most {MOST[name]}")
+        for value in values:
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise UnknownLabel(f"{value!r} cannot be a value of the label {name!r}: {error}") from None
 
 
 def _check_amount(name: str, *amounts: float) -> None:

@@ -24,6 +24,7 @@ changes nothing. Invariants:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from rollcage.metrics.counts import Buckets, Counts, Labels, Snapshot
 from rollcage.metrics.definitions import FAMILIES, LABELS, PREFIX, Family, Kind, Sender
 from rollcage.metrics.room import fitted, taken
 from rollcage.metrics.sources import PAST, Source
+from rollcage.metrics.sums import added_up, counted, succeeded
 
 SILENT_SEC = 30.0
 """A source that sends every few seconds and has not for this long is not there."""
@@ -51,6 +53,9 @@ ADDED_UP = 16
 
 SILENCE = "job_silent_seconds"
 """A job's gauge that the exporter knows and the job does not."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Exporter(Collector):
@@ -75,8 +80,10 @@ class Exporter(Collector):
             for source, age in sources.read_all(state):
                 source.heard_at = now - age
                 self._sources[source.name] = source
-        self._kept = taken(self._snapshots(), passing=False)
+        self._kept = taken(self._snapshots(self._sources.values()), passing=False)
         """The agents and policies that have series. There is no end to that."""
+        self._unkept: set[str] = set()
+        """Sources of which `state` has not what is held here."""
 
     def accept(
         self, source: str, snapshot: Snapshot, *, incarnation: str, final: bool = False, of: str = ""
@@ -90,14 +97,12 @@ class Exporter(Collector):
         """
         snapshot.check()
         with self._lock:
-            held = self._sources.get(source)
             snapshot, beyond = fitted(snapshot, self._taken(source))
-            now = self._clock()
-            if final or (held is not None and held.ended):
-                self._of_the_ended = None
             self._own.add("exporter_snapshots", snapshot.sender.value)
+            held = self._sources.get(source)
+            was_ended = held is not None and held.ended
             if held is None:
-                held = self._sources[source] = Source(source, incarnation, snapshot, now, of)
+                held = self._sources[source] = Source(source, incarnation, snapshot, 0.0, of)
             elif held.incarnation == incarnation:
                 if snapshot.number <= held.last.number and not final:
                     return beyond
@@ -106,20 +111,22 @@ class Exporter(Collector):
             elif incarnation in held.past:
                 return beyond
             else:
-                parts = (held.base, _lasting(held.last), _ended_again(held.last, snapshot))
-                held.base = _sum(one for one in parts if one is not None)
-                dispatched = held.dispatched
+                names = taken(self._snapshots([held]), passing=False)
+                held.base, abandoned = succeeded(held, snapshot)
+                held.base.declared = {label: tuple(sorted(found)) for label, found in names.items()}
+                held.abandoned += abandoned
                 held.past = [*held.past, held.incarnation][-PAST:]
                 held.incarnation, held.last, held.ended = incarnation, snapshot, False
-                held.abandoned += max(0.0, dispatched - held.dispatched)
                 self._end_hosts(source)
-            held.heard_at = now
+            if was_ended:
+                self._of_the_ended = None
+            for label, found in taken([held.last], passing=False).items():
+                self._kept.setdefault(label, set()).update(found)
+            held.heard_at = self._clock()
+            self._unkept.add(source)
             if final:
-                held.end()
-            if self._state is not None:
-                sources.write(self._state, held, age=0.0)
-            for label, names in taken([held.last], passing=False).items():
-                self._kept.setdefault(label, set()).update(names)
+                self._end(held)
+            self._keep()
             return beyond
 
     def _taken(self, source: str) -> dict[str, set[str]]:
@@ -127,8 +134,8 @@ class Exporter(Collector):
         there = (held.last for held in self._sources.values() if not held.ended and held.name != source)
         return taken(there, passing=True) | self._kept
 
-    def _snapshots(self) -> Iterator[Snapshot]:
-        for held in self._sources.values():
+    def _snapshots(self, sources: Iterable[Source]) -> Iterator[Snapshot]:
+        for held in sources:
             yield held.last
             if held.base is not None:
                 yield held.base
@@ -141,11 +148,10 @@ class Exporter(Collector):
             there = [source for source in self._sources.values() if not source.ended]
             if self._of_the_ended is None:
                 ended = (source for source in self._sources.values() if source.ended)
-                self._of_the_ended = _sum(_counted(ended))
-            counted = [self._of_the_ended, *_counted(there)]
+                self._of_the_ended = added_up(counted(ended))
             gauges = [self._gauges(source, now) for source in there]
             abandoned = sum(source.abandoned for source in self._sources.values())
-            whole = _sum([*counted, *gauges, self._own.snapshot()])
+            whole = added_up([self._of_the_ended, *counted(there), *gauges, self._own.snapshot()])
             kept = {label: tuple(names) for label, names in self._kept.items()}
         for name in ("attempts_dispatched", "attempts_abandoned"):
             whole.values.setdefault(name, {}).setdefault((), 0.0)
@@ -164,12 +170,24 @@ class Exporter(Collector):
             held = self._sources.get(source)
             if held is not None:
                 self._end(held)
+            self._keep()
 
     def _end(self, source: Source) -> None:
+        if source.ended:
+            return
         source.end()
-        self._of_the_ended = None
-        if self._state is not None:
+        self._unkept.add(source.name)
+        if self._of_the_ended is not None:
+            self._of_the_ended = added_up([self._of_the_ended, *counted([source])])
+
+    def _keep(self) -> None:
+        """Write what is not in `state` yet. Raises `OSError`, and tries again with the next snapshot."""
+        if self._state is None:
+            return
+        for name in list(self._unkept):
+            source = self._sources[name]
             sources.write(self._state, source, age=self._clock() - source.heard_at)
+            self._unkept.discard(name)
 
     def _end_hosts(self, job: str) -> None:
         """Those of the job's dead driver died with it. One that is the new driver's, and was heard before it, is back
@@ -221,78 +239,26 @@ class Exporter(Collector):
             and now - source.heard_at > FORGET_SEC[Sender.HOST]
             and source.name != sources.GONE
         ]
-        if len(gone) >= ADDED_UP:
-            self._add_up(gone)
+        try:
+            self._keep()
+            if len(gone) >= ADDED_UP:
+                self._add_up(gone)
+        except OSError as error:  # a scrape goes on without; whoever sends is told
+            _log.warning("what is counted cannot be kept in %s: %s", self._state, error)
 
     def _add_up(self, gone: list[Source]) -> None:
         """Have one source in the place of these. A kill halfway doubles nothing, see `sources.replace`."""
-        former = self._sources.get(sources.GONE)
-        counted = _sum(_counted([*gone, *([former] if former is not None else [])]))
-        whole = Source(sources.GONE, "", Snapshot(Sender.HOST, {}, counted.values, counted.histograms), 0.0)
+        former = [self._sources[sources.GONE]] if sources.GONE in self._sources else []
+        values = added_up(counted([*gone, *former]))
+        values.sender = Sender.HOST
+        whole = Source(sources.GONE, "", values, self._clock())
         whole.ended, whole.past = True, [source.name for source in gone]
         if self._state is not None:
             sources.replace(self._state, whole)
         for name in whole.past:
             del self._sources[name]
+            self._unkept.discard(name)
         self._sources[sources.GONE] = whole
-
-
-_COUNTERS = frozenset(family.name for family in FAMILIES if family.kind is Kind.COUNTER)
-_OF_THE_LEDGER = frozenset(family.name for family in FAMILIES if family.ledger)
-
-
-def _counted(of: Iterable[Source]) -> list[Snapshot]:
-    """What these sources have counted, in all of their incarnations."""
-    return [_counters(one) for source in of for one in (source.base, source.last) if one is not None]
-
-
-def _counters(snapshot: Snapshot) -> Snapshot:
-    """The part of it that only grows."""
-    values = {name: series for name, series in snapshot.values.items() if name in _COUNTERS}
-    return Snapshot(snapshot.sender, snapshot.declared, values, snapshot.histograms)
-
-
-def _lasting(snapshot: Snapshot) -> Snapshot:
-    """The part of it that its source's next incarnation does not have."""
-    values = {n: series for n, series in snapshot.values.items() if n in _COUNTERS - _OF_THE_LEDGER}
-    return Snapshot(snapshot.sender, snapshot.declared, values, snapshot.histograms)
-
-
-def _ended_again(before: Snapshot, now: Snapshot) -> Snapshot:
-    """What `before` had of its ledger that the ledger has no more: rollouts that are run again. Attempts stay there."""
-    values: dict[str, dict[Labels, float]] = {}
-    for name in _OF_THE_LEDGER - {"attempts_dispatched"}:
-        there = now.values.get(name, {})
-        values[name] = {
-            labels: value - there.get(labels, 0.0)
-            for labels, value in before.values.get(name, {}).items()
-            if value > there.get(labels, 0.0)
-        }
-    return Snapshot(before.sender, before.declared, values)
-
-
-def _sum(snapshots: Iterable[Snapshot]) -> Snapshot:
-    whole = Snapshot(Sender.EXPORTER, {})
-    largest = {family.name for family in FAMILIES if family.combine == "max"}
-    for snapshot in snapshots:
-        whole.sender = snapshot.sender
-        for name, values in snapshot.declared.items():
-            whole.declared[name] = tuple(dict.fromkeys((*whole.declared.get(name, ()), *values)))
-        for name, series in snapshot.values.items():
-            into = whole.values.setdefault(name, {})
-            for labels, value in series.items():
-                had = into.get(labels, 0.0)
-                into[labels] = max(had, value) if name in largest else had + value
-        for name, histogram in snapshot.histograms.items():
-            into_buckets = whole.histograms.setdefault(name, {})
-            for labels, one in histogram.items():
-                before = into_buckets.get(labels)
-                if before is None:
-                    into_buckets[labels] = Buckets(list(one.counts), one.sum)
-                else:
-                    before.counts = [a + b for a, b in zip(before.counts, one.counts, strict=True)]
-                    before.sum += one.sum
-    return whole
 
 
 def _metric(family: Family, whole: Snapshot, kept: dict[str, Labels] | None = None) -> Metric:

@@ -3,8 +3,7 @@
 Each method is one event of the driver, told after the ledger has it, so that what is counted is what is written.
 `resumed` counts a run that an earlier driver has begun, from its ledger's columns.
 
-Counting ends no job: where a job has more agents or policies than a label may have values, those past the limit are
-counted as `other`; and what a server or an agent of a user's own says is taken as 0 where it is below 0 or no number.
+Counting ends no job: what a server or an agent of a user's own says is taken as 0 where it is below 0 or no number.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollcage.metrics.counts import Counts, Snapshot
-from rollcage.metrics.definitions import MOST, NONE, OTHER, Sender
+from rollcage.metrics.definitions import NONE, Sender
 from rollcage.rollout.outcome import BY_NAME, Outcome
 from rollcage.rollout.trajectory import Attempt, Turn
 
@@ -34,9 +33,8 @@ class JobCounts:
 
     def __init__(self, job: str, agents: Sequence[str], policies: Sequence[str]) -> None:
         self._job = job
-        self._agents, self._policies = _named(agents, "agent"), _named(policies, "policy")
-        declared = {"agent": self._agents.values(), "policy": self._policies.values(), "job_id": [job]}
-        self._counts = Counts(Sender.JOB, declared)
+        self._agents, self._policies = set(agents), set(policies)
+        self._counts = Counts(Sender.JOB, {"agent": agents, "policy": policies, "job_id": [job]})
         now = time.time()
         for name in ("job_started_timestamp_seconds", "job_progress_timestamp_seconds"):
             self._counts.set(name, now, job)
@@ -51,7 +49,7 @@ class JobCounts:
 
     def attempt(self, attempt: Attempt) -> None:
         """An attempt ended and is in the ledger."""
-        counts, agent = self._counts, self._agents[attempt.agent]
+        counts, agent = self._counts, attempt.agent
         counts.add("attempts_ended")
         self._in_flight(-1)
         counts.add("attempts", *ending(attempt.outcome, attempt.error_class), agent)
@@ -60,7 +58,8 @@ class JobCounts:
         counts.add("infra_lost_seconds", amount=_sane(attempt.infra_seconds))
         turns = attempt.trajectory.turns if attempt.trajectory else []
         for turn in turns:
-            if policy := self._policies.get(turn.policy or attempt.policy or ""):
+            policy = turn.policy or attempt.policy or ""
+            if policy in self._policies:
                 self._turn(turn, policy)
             for command in turn.commands:
                 size = len(command.stdout.encode(errors="replace")) + len(
@@ -69,7 +68,7 @@ class JobCounts:
                 counts.add("commands", agent)
                 counts.observe("command_seconds", _sane(command.seconds))
                 counts.add("command_output_bytes", amount=size + _sane(command.omitted_bytes))
-        if turns and (policy := self._policies.get(turns[0].policy or attempt.policy or "")):
+        if turns and (policy := turns[0].policy or attempt.policy or "") in self._policies:
             behind = self._versions.get(policy, 0) - min(turn.policy_version for turn in turns)
             counts.observe("policy_staleness_versions", _sane(behind), policy)
 
@@ -91,13 +90,13 @@ class JobCounts:
 
     def rollout(self, agent: str, outcome: Outcome, error_class: str | None, *, trajectory: bool) -> None:
         """A rollout ended and is in the ledger. `trajectory`: attempts were made at it."""
-        self._counts.add("rollouts", *ending(outcome, error_class), self._agents[agent])
+        self._counts.add("rollouts", *ending(outcome, error_class), agent)
         self._counts.add("trajectories_written", amount=trajectory)
         self._counts.set("job_progress_timestamp_seconds", time.time(), self._job)
 
     def group(self, agent: str, rewards: Sequence[float], size: int) -> None:
         """A group was committed: `rewards` of its valid rollouts, and how many samples were wanted."""
-        complete, agent = len(rewards) >= size, self._agents[agent]
+        complete = len(rewards) >= size
         self._counts.add("groups", "complete" if complete else "short", agent)
         self._counts.add(
             "groups_zero_variance", agent, amount=complete and size > 1 and len(set(rewards)) == 1
@@ -133,7 +132,6 @@ class JobCounts:
         restarts: int,
     ) -> None:
         """How a policy that vLLM serves does. `replicas`: how many are in each state."""
-        name = self._policies[name]
         self._counts.set("policy_version", version, name)
         self._counts.set("policy_requests", running, "running", name)
         self._counts.set("policy_requests", waiting, "waiting", name)
@@ -180,25 +178,18 @@ class JobCounts:
         for error_class in failed.values():
             self.retried(error_class)
         for agent, rewards, size in groups:
-            self._known(agent)
-            self.group(agent, rewards, size)
+            self.group(self._known(agent), rewards, size)
+        self._counts.begin()
 
     def _known(self, agent: str) -> str:
-        """The label of an agent of the run. One that the job has no more keeps its own, where there is room."""
+        """An agent of the run, which the job may have no more."""
         if agent not in self._agents:
-            room = len(set(self._agents.values()) - {OTHER}) < MOST["agent"] - 1
-            self._agents[agent] = agent if room else OTHER
-            self._counts.declare("agent", self._agents[agent])
-        return self._agents[agent]
+            self._agents.add(agent)
+            self._counts.declare("agent", agent)
+        return agent
 
     def _in_flight(self, change: int) -> None:
         self._counts.set("attempts_in_flight", self._counts.value("attempts_in_flight") + change)
-
-
-def _named(names: Iterable[str], label: str) -> dict[str, str]:
-    """The label of each name: itself, or `OTHER` of those past what the label may have beside that one."""
-    keep = MOST[label] - 1
-    return {name: name if number < keep else OTHER for number, name in enumerate(dict.fromkeys(names))}
 
 
 def _sane(amount: float) -> float:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from rollcage.metrics.counts import Buckets, Labels, Snapshot
 from rollcage.metrics.definitions import BY_NAME, MOST, OTHER, Family
 
+Values = dict[str, dict[Labels, float]]
+
 PASSING = frozenset(("host", "job_id"))
 """Labels whose values go with their source. Agents and policies have counters, which stay."""
 
@@ -55,13 +57,7 @@ def _renamed(snapshot: Snapshot, names: Mapping[str, Mapping[str, str | None]]) 
         for label, values in snapshot.declared.items()
     }
     into = Snapshot(snapshot.sender, declared, number=snapshot.number)
-    for name, series in snapshot.values.items():
-        family = BY_NAME[name]
-        values = into.values.setdefault(name, {})
-        for labels, value in series.items():
-            if (key := _labels(family, labels, names)) is not None:
-                had = values.get(key, 0.0)
-                values[key] = max(had, value) if family.combine == "max" else had + value
+    into.values, into.began = (_values(found, names) for found in (snapshot.values, snapshot.began))
     for name, histogram in snapshot.histograms.items():
         buckets = into.histograms.setdefault(name, {})
         for labels, one in histogram.items():
@@ -69,6 +65,18 @@ def _renamed(snapshot: Snapshot, names: Mapping[str, Mapping[str, str | None]]) 
                 before = buckets.get(key) or Buckets([0] * len(one.counts))
                 counts = [a + b for a, b in zip(before.counts, one.counts, strict=True)]
                 buckets[key] = Buckets(counts, before.sum + one.sum)
+    return into
+
+
+def _values(found: Values, names: Mapping[str, Mapping[str, str | None]]) -> Values:
+    into: Values = {}
+    for name, series in found.items():
+        family = BY_NAME[name]
+        values = into.setdefault(name, {})
+        for labels, value in series.items():
+            if (key := _labels(family, labels, names)) is not None:
+                had = values.get(key, 0.0)
+                values[key] = max(had, value) if family.combine == "max" else had + value
     return into
 
 

@@ -49,7 +49,8 @@ class Source:
     @property
     def dispatched(self) -> float:
         """As exported."""
-        return self.last.values.get("attempts_dispatched", {}).get((), 0.0) + self.abandoned
+        counted = [self.last] if self.base is None else [self.last, self.base]
+        return self.abandoned + sum(one.values.get("attempts_dispatched", {}).get((), 0.0) for one in counted)
 
     def end(self) -> None:
         """It sends no more: its gauges go, and attempts that were still in flight have been abandoned."""
@@ -96,7 +97,7 @@ def read_all(state: Path) -> Iterator[tuple[Source, float]]:
 def replace(state: Path, whole: Source) -> None:
     """Write `whole`, and remove the files of the sources in its `past`. Killed in between, `read_all` does the rest.
     Raises `OSError`."""
-    write(state, whole, age=0.0)
+    write(state, whole, age=0.0)  # before any other file goes
     for name in whole.past:
         _path(state, name).unlink(missing_ok=True)
 
@@ -105,6 +106,7 @@ def write(state: Path, source: Source, *, age: float) -> None:
     """Replace the file of `source`, which was heard `age` seconds ago. Raises `OSError`."""
     path = _path(state, source.name)
     temporary = path.with_suffix(".tmp")
+    state.mkdir(parents=True, exist_ok=True)
     temporary.write_text(json.dumps(_to_json(source, time.time() - age)), encoding="utf-8")
     os.replace(temporary, path)
 

@@ -8,6 +8,7 @@ import pytest
 
 from rollcage.metrics.counts import Buckets, Counts, UnknownLabel
 from rollcage.metrics.definitions import BY_NAME, FAMILIES, MOST, Kind, Sender
+from rollcage.metrics.exporter import Exporter
 from rollcage.metrics.job_counts import JobCounts, RolloutState, ending
 from rollcage.rollout.outcome import TABLE, ErrorClass, Outcome
 from rollcage.rollout.trajectory import Attempt, Trajectory, Turn
@@ -150,17 +151,52 @@ def test_a_resumed_job_counts_what_its_ledger_holds() -> None:
     assert values["rollouts_open"] == {("waiting",): 1.0, ("delayed",): 2.0, ("in_flight",): 3.0}
 
 
-def test_agents_past_the_most_are_counted_together() -> None:
-    counts = JobCounts("j", [f"a{number}" for number in range(100)], [])
-    for number in range(100):
-        counts.rollout(f"a{number}", Outcome.PASSED, None, trajectory=True)
-    passed = {
-        labels[-1]: count
-        for labels, count in counts.snapshot().values["rollouts"].items()
-        if labels[0] == "passed" and count
-    }
+def test_agents_and_policies_past_the_most_are_counted_together_whatever_they_are_set_to() -> None:
+    names = [f"a{number}" for number in range(100)]
+    counts, exporter = JobCounts("j", names, names), Exporter()
+    for number, name in enumerate(names):
+        counts.rollout(name, Outcome.PASSED, None, trajectory=True)
+        counts.policy(
+            name, version=number, running=2, waiting=0, kv_use=0.5, replicas={"lost": 1}, restarts=3
+        )
+    exporter.accept("j", counts.snapshot(), incarnation="1")
+
+    def found(name: str, label: str, **only: str) -> dict[str, float]:
+        samples = (sample for metric in exporter.collect() for sample in metric.samples)
+        return {
+            sample.labels[label]: sample.value
+            for sample in samples
+            if sample.name == f"rollcage_{name}" and only.items() <= sample.labels.items() and sample.value
+        }
+
+    passed = found("rollouts_total", "agent", outcome="passed")
     assert len(passed) == MOST["agent"]
     assert (passed["a0"], passed["other"]) == (1, 85)
+    assert found("policy_replica_restarts_total", "policy") == {
+        **dict.fromkeys(names[: MOST["policy"] - 1], 3),
+        "other": 3 * 93,
+    }
+    assert found("policy_replicas", "policy", state="lost")["other"] == 93
+    assert found("policy_version", "policy")["other"] == 99
+
+
+def test_a_run_that_goes_on_with_other_agents_in_front_is_counted_once() -> None:
+    exporter = Exporter()
+
+    def total(name: str) -> float:
+        samples = (sample for metric in exporter.collect() for sample in metric.samples)
+        return sum(sample.value for sample in samples if sample.name == f"rollcage_{name}_total")
+
+    earlier, now = [f"a{n}" for n in range(10)], [f"n{n}" for n in range(20)]
+    attempts: list[tuple[str, str, str, str | None]] = []
+    for incarnation, agents in enumerate((earlier, [*now, *earlier], [*earlier[::-1], *now])):
+        counts = JobCounts("j", agents, [])
+        counts.resumed(attempts, [(*row, 1) for row in attempts], [])
+        for agent in agents:
+            attempts.append((f"{incarnation}-{agent}", agent, "passed", None))
+            counts.rollout(agent, Outcome.PASSED, None, trajectory=True)
+        exporter.accept("j", counts.snapshot(), incarnation=str(incarnation))
+        assert total("rollouts") == len(attempts)
 
 
 def test_what_a_strange_server_says_ends_no_job() -> None:

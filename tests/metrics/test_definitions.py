@@ -9,6 +9,7 @@ import pytest
 from rollcage.metrics.counts import Counts, UnknownLabel
 from rollcage.metrics.definitions import FAMILIES, LABELS, MOST, Family, Kind, Sender, most_series
 from rollcage.metrics.definitions_page import page
+from rollcage.metrics.exporter import Exporter
 from rollcage.rollout.outcome import TABLE
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -77,9 +78,15 @@ def test_an_infra_error_neither_passes_nor_fails() -> None:
 
 
 def test_a_thousand_task_names_are_no_label() -> None:
+    """CASES 34. The exporter gives whatever is declared as many values as its label may have."""
     tasks = [f"task-{number}" for number in range(1000)]
     for label in MOST:
-        with pytest.raises(UnknownLabel, match="1000 values"):
-            Counts(Sender.JOB, {label: tasks})
+        sender = Sender.HOST if label == "host" else Sender.JOB
+        exporter = Exporter()
+        said = exporter.accept("j", Counts(sender, {label: tasks}).snapshot(), incarnation="1")
+        assert f"more than {MOST[label]} values of the label {label!r}" in said
+        samples = [sample for metric in exporter.collect() for sample in metric.samples]
+        assert len({sample.labels[label] for sample in samples if label in sample.labels}) == MOST[label]
+        assert len(samples) <= most_series()
     with pytest.raises(UnknownLabel, match="'task' is no label"):
         Counts(Sender.JOB, {"task": tasks})

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
+import os
 import re
 import shlex
+import shutil
 import socket
 import ssl
 import subprocess
@@ -533,3 +536,51 @@ def test_a_scrape_of_a_cluster_that_had_thousands_of_jobs_and_hosts_is_as_fast_a
 
     assert of(samples(old), "attempts_ended_total") > 5000
     assert min(cost(old) for _ in range(3)) < 1.5 * min(cost(new) for _ in range(3)) + 0.05
+
+
+def test_a_ledger_that_lost_its_last_attempts_breaks_no_identity() -> None:
+    exporter = Exporter()
+    exporter.accept("j", a_job(dispatched=10, ended=10).snapshot(), incarnation="1")
+    exporter.accept("j", a_job(dispatched=8, ended=8).snapshot(), incarnation="2")
+    found = samples(exporter)
+    names = ("dispatched_total", "ended_total", "abandoned_total", "in_flight")
+    assert [of(found, f"attempts_{name}") for name in names] == [10, 10, 0, 0]
+
+
+def test_attempts_that_were_begun_before_the_first_word_of_the_next_driver_are_abandoned_none_the_less() -> (
+    None
+):
+    exporter = Exporter()
+    exporter.accept("j", a_job(dispatched=10, ended=8).snapshot(), incarnation="1")
+    following = a_job(dispatched=8, ended=8)
+    following.begin()
+    following.add("attempts_dispatched", amount=4)
+    following.set("attempts_in_flight", 4)
+    exporter.accept("j", following.snapshot(), incarnation="2")
+    found = samples(exporter)
+    names = ("dispatched_total", "ended_total", "abandoned_total", "in_flight")
+    assert [of(found, f"attempts_{name}") for name in names] == [14, 8, 2, 4]
+
+
+def test_what_a_full_disk_did_not_take_is_kept_as_soon_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    exporter = Exporter(state)
+    exporter.accept("j", a_job(dispatched=3, ended=1).snapshot(), incarnation="1")
+    shutil.rmtree(state)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    later = a_job(dispatched=7, ended=5)
+    later.snapshot()
+    with pytest.raises(OSError, match="No space left"):
+        exporter.accept("j", later.snapshot(), incarnation="1", final=True)
+    assert of(samples(exporter), "attempts_ended_total") == 5
+    monkeypatch.undo()
+    exporter.accept("h", a_host().snapshot(), incarnation="1")
+    found = samples(Exporter(state))
+    assert (of(found, "attempts_ended_total"), of(found, "attempts_in_flight")) == (5, 0)
+    assert of(found, "host_up") == 1

@@ -156,6 +156,17 @@ def value(found: Samples, name: str) -> float:
     ]
 )
 @example(
+    [
+        "dispatch",
+        ("end", None),
+        "job sends",
+        "the last rollout is run again",
+        "dispatch",
+        ("end", None),
+        "job sends",
+    ]
+)
+@example(
     ["host counts", "host sends", "kill host", "host sends", ("again", 1), "kill exporter", "host counts"]
 )
 def test_no_counter_falls_and_the_counts_agree_with_the_ledger(

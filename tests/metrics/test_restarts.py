@@ -82,6 +82,8 @@ class World:
                 self.rollouts.pop()
                 self.again += 1
                 self.start_driver()
+                # A driver tells the exporter as it begins. That of one that never told it anything cannot be known.
+                self.send("j", self.driver.snapshot(), str(self.drivers))
             case "host counts":
                 self.host.add("image_builds", "built")
                 self.host.observe("image_build_seconds", 3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -197,9 +198,13 @@ class RayConfig(Settings):
     )
 
 
+LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+"""An address of IP version 6 is in brackets."""
+
+
 class MetricsConfig(Settings):
     """What Prometheus can scrape. See docs/metrics.md. The cluster's first job starts the exporter; a later one finds
-    it as it is. Paths are of the head node."""
+    it as it is, with that one's settings. Paths are of the head node."""
 
     enabled: bool = Field(default=True, description="Count for Prometheus.")
     listen: str | None = Field(
@@ -230,10 +235,31 @@ class MetricsConfig(Settings):
     @classmethod
     def _has_a_port(cls, listen: str | None) -> str | None:
         if listen is not None:
-            host, _, port = listen.rpartition(":")
-            if not host or not port.isdecimal() or int(port) > 65535:
-                raise ValueError("must be HOST:PORT, such as 0.0.0.0:9410")
+            found = LISTEN.fullmatch(listen)
+            if found is None or int(found["port"]) > 65535:
+                raise ValueError("must be HOST:PORT, such as 0.0.0.0:9410 or [::1]:9410")
         return listen
+
+    @field_validator("user")
+    @classmethod
+    def _can_be_sent(cls, user: str | None) -> str | None:
+        if user is not None and (not user.isprintable() or not user or ":" in user):
+            raise ValueError("must be a name without a colon: basic authentication ends it there")
+        return user
+
+    @field_validator("password_env")
+    @classmethod
+    def _is_a_variable(cls, name: str | None) -> str | None:
+        if name is not None and not name.isidentifier():
+            raise ValueError("must be the name of an environment variable, such as SCRAPE_PASSWORD")
+        return name
+
+    @field_validator("state", "targets", "certificate", "key")
+    @classmethod
+    def _is_a_whole_path(cls, path: str | None) -> str | None:
+        if path is not None and (not path.startswith(("/", "~/")) or "\0" in path):
+            raise ValueError("must be a whole path, /... or ~/..., on the head node")
+        return path
 
     @model_validator(mode="after")
     def _are_pairs(self) -> MetricsConfig:

@@ -18,8 +18,8 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
@@ -42,6 +42,9 @@ TARGETS_SEC = 10.0
 ANSWER_SEC = 10.0
 """As long as an exporter that starts again may take; a snapshot that it has not taken by then is followed by a later
 one anyway."""
+
+FINAL_SEC = 30.0
+"""The same for what a source says last: nothing follows it, and a job would be taken for one that is silent."""
 
 AGAIN_SEC = 5.0
 """Between two tries of an exporter that cannot begin."""
@@ -81,13 +84,15 @@ class ExporterConfig:
 @dataclass(frozen=True)
 class ExporterPlace:
     """Where an exporter is: `address` is `host:port`, `targets` its file for `file_sd_configs`, on the head node.
-    `failure`: why it does not listen, and `no_targets` why there is no such file; empty where all is well."""
+    `failure`: why it does not listen, and `no_targets` why there is no such file; empty where all is well. `others`:
+    settings of who asks that this exporter, which another job has started, does not have."""
 
     address: str = ""
     url: str = ""
     targets: str = ""
     no_targets: str = ""
     failure: str = ""
+    others: tuple[str, ...] = ()
 
 
 class ExporterActor:
@@ -105,17 +110,24 @@ class ExporterActor:
 
     def _begin(self) -> None:
         self._tried_at = time.monotonic()
-        memory = self._state / "port"
         try:
             self._hold()
-            former = memory.read_text() if memory.is_file() else ""
+            former = _remembered(self._state)
             self._exporter = Exporter(self._state)
-            port = _serve(self._exporter, self._config, memory, lambda: targets_json(self._targets())).port
-        except (OSError, ValueError) as error:
-            where = f"{self._config.host}:{self._config.port or PORT}"
-            failure = f"the exporter cannot listen at {where}, or not read what it has kept: {error}"
+        except (OSError, ValueError, RecursionError) as error:
+            failure = f"the exporter cannot use what it has kept in {self._state}: {error}"
             self._place = ExporterPlace(failure=failure)
             return
+        try:
+            port = _serve(self._exporter, self._config, former, lambda: targets_json(self._targets())).port
+        except (OSError, ValueError, OverflowError) as error:
+            where = address_of(self._config.host, self._config.port or PORT)
+            self._place = ExporterPlace(failure=f"the exporter cannot listen at {where}: {error}")
+            return
+        try:
+            _remember(self._state, port)
+        except OSError as error:  # it is for the next life, which may find another port
+            _log.warning("its port cannot be kept in %s: %s", self._state, error)
         address = address_of(reachable(self._config.host), port)
         scheme = "http" if self._config.certificate is None else "https"
         self._place = ExporterPlace(address, f"{scheme}://{address}/metrics")
@@ -147,9 +159,22 @@ class ExporterActor:
         self._place = replace(self._place, targets=str(path))
         Thread(target=self._keep_targets, args=(path,), name="targets", daemon=True).start()
 
-    def place(self) -> ExporterPlace:
-        """Where it is."""
-        return self._place
+    def place(self, asked: ExporterConfig | None = None) -> ExporterPlace:
+        """Where it is. `asked`: the configuration of who wants to know; where it could not begin with its own, it tries
+        again with that one."""
+        if asked is None:
+            return self._place
+        if self._place.failure:
+            self._config = asked
+            self._begin()
+        default = ExporterConfig()
+        others = tuple(
+            field.name
+            for field in fields(asked)
+            if getattr(asked, field.name)
+            not in (getattr(default, field.name), getattr(self._config, field.name))
+        )
+        return replace(self._place, others=others)
 
     def accept(
         self, source: str, snapshot: Snapshot, incarnation: str, final: bool = False, of: str = ""
@@ -173,9 +198,11 @@ class ExporterActor:
             self._exporter.end(source)
 
     def set_vllm(self, source: str, addresses: tuple[str, ...]) -> None:
-        """Where vLLM's own metrics of a source's replicas are; none once it has ended."""
-        self._vllm[source] = addresses
-        self._look.set()
+        """Where vLLM's own metrics of a source's replicas are; none once it has ended. Told again and again, for it is
+        forgotten when this process ends."""
+        if self._vllm.get(source, ()) != addresses:
+            self._vllm[source] = addresses
+            self._look.set()
 
     def close(self) -> None:
         """Its cluster is about to end: no Prometheus is to look for it any more."""
@@ -216,28 +243,36 @@ def _session_directory() -> Path:
     return Path(str(context.get_temp_dir())) / str(context.get_session_name()) / "rollcage-metrics"
 
 
-def _serve(exporter: Exporter, config: ExporterConfig, memory: Path, targets: Callable[[], str]) -> Server:
-    """On the port that is asked for; else on that of the life before, which `memory` has, or `PORT`, or a free one.
-    The life before may hold its port for a moment still. Raises as `serve`."""
-    before = memory.is_file()
-    wanted = config.port if config.port is not None else int(memory.read_text()) if before else PORT
-    until = time.monotonic() + (PORT_SEC if before else 0.0)
+def _remembered(state: Path) -> int | None:
+    """The port of the life before, where it is known."""
+    with suppress(OSError, ValueError):
+        return int((state / "port").read_text(encoding="utf-8"))
+    return None
+
+
+def _remember(state: Path, port: int) -> None:
+    temporary = state / "port.new"
+    temporary.write_text(str(port), encoding="utf-8")
+    os.replace(temporary, state / "port")
+
+
+def _serve(
+    exporter: Exporter, config: ExporterConfig, former: int | None, targets: Callable[[], str]
+) -> Server:
+    """On the port that is asked for; else on that of the life before, or `PORT`, or a free one. The life before may
+    hold its port for a moment still. Raises as `serve`."""
+    wanted = config.port if config.port is not None else former if former is not None else PORT
+    until = time.monotonic() + (PORT_SEC if former is not None else 0.0)
     while True:
         try:
-            server = serve(exporter, port=wanted, targets=targets, **config.guard)
-            break
+            return serve(exporter, port=wanted, targets=targets, **config.guard)
         except OSError:
             if time.monotonic() < until:
                 time.sleep(0.1)
-                continue
-            if config.port is not None:
+            elif config.port is not None:
                 raise
-            server = serve(exporter, port=0, targets=targets, **config.guard)
-            break
-    temporary = memory.with_suffix(".new")
-    temporary.write_text(str(server.port))
-    os.replace(temporary, memory)
-    return server
+            else:
+                return serve(exporter, port=0, targets=targets, **config.guard)
 
 
 def start_exporter(config: ExporterConfig) -> Any:
@@ -278,11 +313,12 @@ async def telling(
     said: set[str] = set()
 
     async def tell(*, final: bool = False) -> None:
+        within = FINAL_SEC if final else ANSWER_SEC
         try:
-            async with asyncio.timeout(ANSWER_SEC):
+            async with asyncio.timeout(within):
                 why = await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
         except TimeoutError:
-            why = f"it does not answer within {ANSWER_SEC:g} s"
+            why = f"it does not answer within {within:g} s"
         except RayError as error:
             why = f"{type(error).__name__}: {error}"
         if why and why not in said:

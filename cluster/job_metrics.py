@@ -12,13 +12,12 @@ Nothing here ends a job: an exporter that does not start is said once, and the j
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray.exceptions import RayError
 
 from rollcage.cluster.config_model import MetricsConfig
@@ -27,6 +26,7 @@ from rollcage.cluster.exporter import ANSWER_SEC, ExporterConfig, ExporterPlace,
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.replica_protocol import ReplicaState
 from rollcage.metrics.counts import Snapshot
+from rollcage.metrics.job_counts import JobCounts
 from rollcage.metrics.serving import PORT
 from rollcage.rollout.feed_files import acknowledged, acknowledgements
 from rollcage.rollout.location import state_directory
@@ -38,18 +38,26 @@ START_SEC = 60.0
 """How long the exporter may take to say where it is."""
 
 
+SETTINGS = {"host": "listen", "port": "listen", "password": "password_env"}
+"""What of `ExporterConfig` is called otherwise in a job's settings."""
+
+
 def exporter_config(config: MetricsConfig) -> ExporterConfig:
     """As the actor takes it. The password's variable is set (`config_model.MetricsConfig.password`)."""
     host, _, port = (config.listen or "127.0.0.1:").rpartition(":")
+
+    def path(given: str | None) -> Path | None:
+        return None if given is None else Path(given).expanduser()
+
     return ExporterConfig(
-        state=None if config.state is None else Path(config.state),
-        targets=state_directory() / "targets" if config.targets is None else Path(config.targets),
+        state=path(config.state),
+        targets=path(config.targets) or state_directory() / "targets",
         host=host.strip("[]"),
         port=int(port) if port else None,
         user=config.user,
         password=config.password(),
-        certificate=None if config.certificate is None else Path(config.certificate),
-        key=None if config.key is None else Path(config.key),
+        certificate=path(config.certificate),
+        key=path(config.key),
     )
 
 
@@ -61,22 +69,24 @@ class JobMetrics:
         """Ray must be there."""
         self.exporter: Any = None
         self.vllm: Mapping[str, Any] | None = None
+        self._config = config
         self._job = job
         self._say = say
         self._said = ""
         """Why the exporter does not listen, once that was said."""
         self._replicas: tuple[str, ...] = ()
+        self._looking: dict[str, PolicyLook] = defaultdict(PolicyLook)
         self._announcing: asyncio.Task[None] | None = None
         if config.enabled:
             made = exporter_config(config)
             self.vllm = made.guard
             self.exporter = start_exporter(made)
-            self._announcing = asyncio.create_task(self._announce())
+            self._announcing = asyncio.create_task(self._announce(made))
 
-    async def _announce(self) -> None:
+    async def _announce(self, config: ExporterConfig) -> None:
         try:
             async with asyncio.timeout(START_SEC):
-                place: ExporterPlace = await self.exporter.place.remote()
+                place: ExporterPlace = await self.exporter.place.remote(config)
         except (RayError, TimeoutError) as error:
             self._say(f"no metrics: the exporter did not start: {error or 'it does not answer'}")
             return
@@ -85,8 +95,16 @@ class JobMetrics:
             self._say(f"no metrics yet: {place.failure}")
             return
         top = "" if place.url == f"http://127.0.0.1:{PORT}/metrics" else f" --url {place.url}"
+        top += f" --user {config.user}" if config.user is not None else ""
+        top += f" --certificate {config.certificate}" if config.certificate is not None else ""
         targets = place.targets or f"no file of targets ({place.no_targets})"
         self._say(f"metrics: {place.url} (`rollcage top{top}`); for Prometheus: {targets}")
+        named = (SETTINGS.get(name, name) for name in place.others)
+        if others := dict.fromkeys(name for name in named if getattr(self._config, name) is not None):
+            self._say(
+                "the cluster's exporter was started by another job and keeps that one's settings; it does not have "
+                f"this job's metrics.{', metrics.'.join(others)}"
+            )
 
     @asynccontextmanager
     async def told(
@@ -102,7 +120,7 @@ class JobMetrics:
             driver.look()
             driver.counts.committed(ledger.commits, ledger.written_bytes)
             for name, policy in served.items():
-                _look_at(name, policy, driver)
+                self._looking[name].look(name, policy, driver.counts)
             self._tell_of_replicas(served)
             # Readers replace their files whole; what else lies there is nobody's progress (a stream's driver says so).
             with suppress(OSError, ValueError, TypeError):
@@ -123,14 +141,14 @@ class JobMetrics:
             self._say(line)
 
     def _tell_of_replicas(self, served: Mapping[str, ServedPolicy]) -> None:
-        """Where vLLM's own metrics are, if that has changed."""
+        """Where vLLM's own metrics are, each time: an exporter that was started again has forgotten it."""
         found = tuple(
             replica["metrics"]
             for policy in served.values()
             for replica in policy.status()
             if replica["metrics"]
         )
-        if found != self._replicas:
+        if found or self._replicas:
             self._replicas = found
             with suppress(RayError):  # Ray has ended under the job
                 self.exporter.set_vllm.remote(self._job, found)
@@ -146,21 +164,36 @@ class JobMetrics:
             async with asyncio.timeout(ANSWER_SEC):
                 if ray_ends:
                     await self.exporter.close.remote()
-                elif (await self.exporter.place.remote()).failure:
-                    ray.kill(self.exporter)  # the next job may have other settings
 
 
-def _look_at(name: str, policy: ServedPolicy, driver: Driver) -> None:
-    replicas = policy.status()
-    driver.counts.policy(
-        name,
-        version=policy.version,
-        running=sum(replica["running"] for replica in replicas),
-        waiting=sum(replica["waiting"] for replica in replicas),
-        kv_use=max((replica["kv_use"] for replica in replicas), default=0.0),
-        replicas=Counter(STATES[ReplicaState(replica["state"])] for replica in replicas),
-        restarts=sum(replica["restarts"] for replica in replicas),
-    )
+class PolicyLook:
+    """At one policy that vLLM serves. Replicas come and go, and their counts with them; the policy's only grow."""
+
+    def __init__(self) -> None:
+        self._restarts: dict[int, int] = {}
+        self._restarted = 0
+        self._was_ready = False
+
+    def look(self, name: str, policy: ServedPolicy, counts: JobCounts) -> None:
+        """Bring the policy's gauges up to date."""
+        replicas = policy.status()
+        for replica in replicas:
+            before, now = self._restarts.get(replica["replica"], 0), replica["restarts"]
+            self._restarted += now - before if now >= before else now
+            self._restarts[replica["replica"]] = now
+        states = Counter(STATES[ReplicaState(replica["state"])] for replica in replicas)
+        self._was_ready = self._was_ready or states["ready"] > 0
+        if self._was_ready and not states["ready"]:
+            states = Counter({"lost": states["lost"] + states["starting"], "draining": states["draining"]})
+        counts.policy(
+            name,
+            version=policy.version,
+            running=sum(replica["running"] for replica in replicas),
+            waiting=sum(replica["waiting"] for replica in replicas),
+            kv_use=max((replica["kv_use"] for replica in replicas), default=0.0),
+            replicas=states,
+            restarts=self._restarted,
+        )
 
 
 STATES = {
@@ -171,4 +204,4 @@ STATES = {
     ReplicaState.DRAINING: "draining",
     ReplicaState.DOWN: "lost",
 }
-"""As they are exported."""
+"""As they are exported. Where none is ready any more of a policy that was, those that start are `lost` until one is."""

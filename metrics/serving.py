@@ -10,10 +10,12 @@ from __future__ import annotations
 import hmac
 import logging
 import ssl
+import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from socket import AF_INET6
+from socket import AF_INET6, SHUT_RDWR, socket
 from threading import BoundedSemaphore, Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -33,6 +35,9 @@ WAITING = 128
 
 REQUEST_SEC = 10.0
 """A client that says nothing for so long, or takes nothing, is left alone."""
+
+ANSWERED_SEC = 30.0
+"""From the first byte to the last of a request and its answer, however slowly they come."""
 
 AT_ONCE = 32
 """Connections that are answered at once: each has a thread. Those past them are closed."""
@@ -55,6 +60,7 @@ class _Four(ThreadingWSGIServer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._free = BoundedSemaphore(AT_ONCE)
+        self._until: dict[socket, float] = {}
         super().__init__(*arguments, **options)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -71,10 +77,20 @@ class _Four(ThreadingWSGIServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        self._until[request] = time.monotonic() + ANSWERED_SEC
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._until[request]
             self._free.release()
+
+    def service_actions(self) -> None:
+        """Called twice a second."""
+        now = time.monotonic()
+        for connection, until in list(self._until.items()):
+            if now > until:
+                with suppress(OSError):  # it has ended just now
+                    connection.shutdown(SHUT_RDWR)
 
 
 class _Six(_Four):
@@ -113,8 +129,8 @@ def serve(
     give them (basic authentication); with `certificate` and `key` (PEM), by TLS. `plain`: in Prometheus' text format,
     whatever else a scraper likes better.
 
-    Raises `OSError` where the port is taken or a file cannot be read, `ssl.SSLError` where it is no certificate or not
-    its key, `ValueError` for half of a pair.
+    Raises `OSError` where the port is taken, and for a certificate or key that cannot be read or do not fit;
+    `ValueError` for half of a pair.
     """
     if (user is None) != (password is None) or (certificate is None) != (key is None):
         raise ValueError("user and password, and certificate and key, go together")
@@ -129,7 +145,10 @@ def serve(
     context = None
     if certificate is not None and key is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
+        try:
+            context.load_cert_chain(certificate, key)
+        except OSError as error:  # it names no file
+            raise OSError(f"the certificate {certificate} with the key {key}: {error}") from error
     kind = _Six if ":" in host else _Four
     server = make_server(host, port, app, kind, handler_class=_Handler)
     if context is not None:
@@ -158,17 +177,20 @@ def _at_their_paths(app: Callable[..., Any], targets: Callable[[], str] | None) 
     """`app` at `/metrics`, `targets` at `/targets`, and nothing elsewhere."""
 
     def answer(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
-        path = environ.get("PATH_INFO", "")
-        if path == METRICS_PATH:
-            return app(environ, start_response)
-        if path == TARGETS_PATH and targets is not None:
+        path, method = environ.get("PATH_INFO", ""), environ.get("REQUEST_METHOD")
+        if method not in ("GET", "HEAD"):
+            status, kind, text = "405 Method Not Allowed", "text/plain; charset=utf-8", "GET it\n"
+        elif path == METRICS_PATH:
+            body = app({**environ, "REQUEST_METHOD": "GET"}, start_response)
+            return body if method == "GET" else []
+        elif path == TARGETS_PATH and targets is not None:
             status, kind, text = "200 OK", "application/json", targets()
         else:
             there = METRICS_PATH if targets is None else f"{METRICS_PATH} and {TARGETS_PATH}"
             status, kind, text = "404 Not Found", "text/plain; charset=utf-8", f"there is {there}\n"
-        body = text.encode()
-        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
-        return [body]
+        answered = text.encode()
+        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(answered)))])
+        return [answered] if method != "HEAD" else []
 
     return answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from rollcage.cluster.config import ConfigError, JobConfig, job_schema, load_job
 from rollcage.cluster.config_policies import VllmPolicyConfig
 from rollcage.cluster.errors import InputError
+from rollcage.cluster.job_metrics import exporter_config
 from rollcage.rollout.policies.base import Sampling
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
@@ -254,6 +256,40 @@ def test_overrides_change_one_setting_and_are_named_when_they_are_wrong(job) -> 
     assert "nothing here is called 'nobody'" in problems(path, "agents.nobody.samples=2")[0]
     assert "the value is not YAML" in problems(path, "name=[")[0]
     assert "has no 'x'" in problems(path, "name=a", "name.x=1")[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("listen: '9410'", "HOST:PORT, such as 0.0.0.0:9410 or [::1]:9410"),
+        ("listen: '::1'", "HOST:PORT"),
+        ("listen: '[::1:9410'", "HOST:PORT"),
+        ("listen: 'http://127.0.0.1:1'", "HOST:PORT"),
+        ("listen: 127.0.0.1:65536", "HOST:PORT"),
+        ("user: u", "user and password_env go together"),
+        ("user: 'a:b'\n  password_env: P", "a name without a colon"),
+        ("user: ''\n  password_env: P", "a name without a colon"),
+        ("user: u\n  password_env: ''", "the name of an environment variable"),
+        ("state: s3://bucket/x", "a whole path"),
+        ("state: here", "a whole path"),
+        ("targets: ''", "a whole path"),
+        ("certificate: /c.pem", "certificate and key go together"),
+    ],
+)
+def test_settings_of_metrics_that_cannot_be_are_named_with_their_line(job, setting: str, said: str) -> None:
+    [problem] = problems(job(f"tasks: tasks\nagent: oracle\nmetrics:\n  {setting}\n"))
+    assert said in problem
+    assert re.search(r"job\.yaml:[3-5]: metrics", problem)
+
+
+def test_addresses_and_paths_of_metrics_are_taken_as_they_are_meant(
+    job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    text = "tasks: tasks\nagent: oracle\nmetrics: {listen: '[::1]:9511', state: ~/counted, targets: /sd}\n"
+    made = exporter_config(load_job(job(text)).metrics)
+    assert (made.host, made.port) == ("::1", 9511)
+    assert (made.state, made.targets) == (Path("/home/me/counted"), Path("/sd"))
 
 
 def test_a_job_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

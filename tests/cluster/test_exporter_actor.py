@@ -111,6 +111,14 @@ def test_prometheus_finds_the_exporter_and_ray_in_one_file(config: ExporterConfi
         assert time.monotonic() < until, found
         found = targets(config)
     assert found["vllm"] == ["127.0.0.1:8000"]
+    ray.kill(exporter, no_restart=False)
+    while ray.get(exporter.place.remote()).failure or targets(config).get("vllm"):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    while not (found := targets(config)).get("vllm"):  # a job says it each time
+        ray.get(exporter.set_vllm.remote("j", ("127.0.0.1:8000",)))
+        assert time.monotonic() < until
+        time.sleep(0.1)
     assert len(found["ray"]) == 1
     with urllib.request.urlopen(f"http://{address}/targets", timeout=60) as answer:
         assert answer.headers["Content-Type"] == "application/json"
@@ -139,6 +147,34 @@ def test_an_exporter_whose_port_is_taken_says_so_and_begins_once_it_is_free(
     while told(actor, counts):
         assert time.monotonic() < until
         time.sleep(0.5)
+    assert scraped(actor, "rollcage_commands_total") == 3
+    ray.kill(actor)
+
+
+def test_an_exporter_that_could_not_begin_takes_the_settings_of_the_next_job_and_that_job_is_told_what_it_has_not(
+    config: ExporterConfig, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        actor = ray.remote(ExporterActor).remote(ExporterConfig(tmp_path, port=taken.getsockname()[1]))
+        assert ray.get(actor.place.remote()).failure
+        second = ExporterConfig(tmp_path, port=0, user="u", password="p")
+        place = ray.get(actor.place.remote(second))
+    assert (place.failure, place.others) == ("", ())
+    third = ExporterConfig(tmp_path / "other", port=0, user="somebody else")
+    assert ray.get(actor.place.remote(third)).others == ("state", "user")
+    assert ray.get(actor.place.remote(ExporterConfig())).others == ()
+    ray.kill(actor)
+
+
+def test_a_port_that_cannot_be_written_down_and_one_that_was_written_badly_stop_nothing(
+    config: ExporterConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "port").write_text("")
+    (tmp_path / "port.new").mkdir()
+    counts = Counts(Sender.JOB, {"agent": ["a"], "job_id": ["j"]})
+    counts.add("commands", "a", amount=3)
+    actor = ray.remote(ExporterActor).remote(ExporterConfig(tmp_path))
+    assert told(actor, counts) == ""
     assert scraped(actor, "rollcage_commands_total") == 3
     ray.kill(actor)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import http.client
 import json
 import os
 import re
@@ -404,6 +405,38 @@ def test_a_path_that_there_is_not_names_those_that_there_are(
     with pytest.raises(urllib.error.HTTPError, match="404") as raised:
         get(f"http://127.0.0.1:{serving().port}{path}")
     assert raised.value.read() == b"there is /metrics\n"
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/targets"])
+def test_head_has_no_body_and_other_methods_are_refused(serving: Callable[..., Server], path: str) -> None:
+    port = serving(targets=lambda: "[]").port
+    answers = {}
+    for method in ("GET", "HEAD", "POST", "DELETE"):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request(method, path)
+        with contextlib.closing(connection), connection.getresponse() as answer:
+            answers[method] = (answer.status, bool(answer.read()))
+    assert answers == {"GET": (200, True), "HEAD": (200, False), "POST": (405, True), "DELETE": (405, True)}
+
+
+def test_a_client_that_is_slow_for_ever_is_cut_off(
+    serving: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcage.metrics.serving.ANSWERED_SEC", 1.0)
+    with socket.create_connection(("127.0.0.1", serving().port), timeout=30) as slow:
+        until = time.monotonic() + 30
+        with pytest.raises(OSError):  # noqa: PT011 -- a reset, or a broken pipe
+            while time.monotonic() < until:
+                slow.sendall(b"G")
+                time.sleep(0.1)
+    assert time.monotonic() < until
+
+
+def test_a_certificate_that_is_not_there_is_named(serving: Callable[..., Server], tmp_path: Path) -> None:
+    with pytest.raises(
+        OSError, match=re.escape(f"certificate {tmp_path / 'c.pem'} with the key {tmp_path / 'k'}")
+    ):
+        serving(certificate=tmp_path / "c.pem", key=tmp_path / "k")
 
 
 def test_half_of_a_pair_is_refused(simulated: Exporter, tmp_path: Path) -> None:

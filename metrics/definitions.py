@@ -214,7 +214,8 @@ FAMILIES: tuple[Family, ...] = (
     _job("policy_requests", G, "Turns at the engines.", Label("state", "request_state"), _POLICY),
     _job("policy_kv_cache_usage_ratio", G, "Use of the KV cache, the fullest replica's.", _POLICY, unit="ratio",
          combine="max"),
-    _job("policy_replicas", G, "Replicas.", Label("state", "replica_state"), _POLICY),
+    _job("policy_replicas", G, "Replicas. Where none is ready any more, those that start again are lost until one is.",
+         Label("state", "replica_state"), _POLICY),
     _job("policy_replica_restarts", C, "Engines that were started anew.", _POLICY),
     # What was written and read.
     _job("trajectories_written", C, "Trajectories in the ledger.", ledger=True),

@@ -16,12 +16,13 @@ _SUFFIXES: Mapping[Kind, tuple[str, ...]] = {
 SAMPLES = frozenset(family.full_name + suffix for family in FAMILIES for suffix in _SUFFIXES[family.kind])
 """Names of all samples of a scrape."""
 
-_NAME = re.compile(rf"(?:[a-z_]+:)?{PREFIX}\w+(?::\w+)?")
+NAME = re.compile(rf"(?:[a-z_]+:)?{PREFIX}\w+(?::\w+)?")
+"""One of Rollcage's metrics in a query, recorded or not."""
 
 
 def metrics_of(query: str) -> set[str]:
     """Names of Rollcage's metrics in `query`, recorded ones (`level:metric:operation`) among them."""
-    return set(_NAME.findall(query))
+    return set(NAME.findall(query))
 
 
 def unknown(query: str, recorded: Iterable[str]) -> set[str]:

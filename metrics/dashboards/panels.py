@@ -3,13 +3,15 @@
     DASHBOARD = Board("rollcage-x", "X", "What X says", (Row("First", (Graph("Title", "What it says", query, ...),)),))
     json_of(DASHBOARD)
 
-Every panel has a description and a unit, every query the data source that the variable `datasource` chooses. uids are
+Every panel has a description and a unit, every query the data source that the variable `datasource` chooses, and of
+Rollcage's metrics those of the exporters (one for each Ray cluster) that the variable `cluster` chooses. uids are
 fixed, so that a dashboard that is imported again takes the place of the former one and links stay good.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,6 +20,8 @@ from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
+
+from rollcage.metrics.queries import NAME
 
 TAG = "rollcage"
 RATE = "[$__rate_interval]"
@@ -117,18 +121,9 @@ def json_of(board: Board) -> str:
         .with_variable(builders.DatasourceVariable("datasource").label("Data source").type("prometheus"))
         .with_variable(builders.TextBoxVariable("report").label("Run report's URL").default_value(REPORT))
     )
+    made = made.with_variable(_choice("cluster", "rollcage_build_info", "instance"))
     for name, metric in board.choices.items():
-        made = made.with_variable(
-            builders.QueryVariable(name)
-            .label(name.capitalize())
-            .datasource(_DATA)
-            .query(f"label_values({metric}, {name})")
-            .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
-            .multi(True)
-            .include_all(True)
-            .all_value(".*")
-            .current(models.VariableOption(selected=True, text="All", value="$__all"))
-        )
+        made = made.with_variable(_choice(name, metric, name))
     number = 0
     for row in board.rows:
         made = made.with_row(builders.Row(row.title))
@@ -136,6 +131,37 @@ def json_of(board: Board) -> str:
             number += 1
             made = made.with_panel(_stat(panel, number) if isinstance(panel, Stat) else _graph(panel, number))
     return json.dumps(made.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+
+
+def _choice(name: str, metric: str, label: str) -> builders.QueryVariable:
+    return (
+        builders.QueryVariable(name)
+        .label(name.capitalize())
+        .datasource(_DATA)
+        .query(f"label_values({metric}, {label})")
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(models.VariableOption(selected=True, text="All", value="$__all"))
+    )
+
+
+def _of_the_cluster(query: str) -> str:
+    """`query` with Rollcage's metrics of the chosen exporters alone."""
+
+    def chosen(found: re.Match[str]) -> str:
+        others = (found["selector"] or "{}")[1:-1]
+        return f'{found["name"]}{{instance=~"$cluster"{"," if others else ""}{others}}}'
+
+    return re.sub(rf"(?P<name>{NAME.pattern})(?P<selector>{{[^}}]*}})?", chosen, query)
+
+
+def _legend(query: str, legend: str) -> str:
+    """What is not added up has the name of its exporter, where nothing else of its legend is one cluster's alone."""
+    added_up = " by (" in query or query.startswith(("sum(", "min(", "max(", "count("))
+    alone = "{{host}}" in legend or "{{job_id}}" in legend
+    return legend if added_up or alone else f"{legend} {{{{instance}}}}"
 
 
 def _stat(panel: Stat, number: int) -> stat.Panel:
@@ -156,7 +182,8 @@ def _common(made: P, panel: Panel, number: int) -> P:
     made = made.id(number).title(panel.title).description(panel.description).unit(panel.unit)
     made = made.datasource(_DATA).span(panel.width).height(panel.height).thresholds(_thresholds(panel))
     for index, (query, legend) in enumerate(panel.queries):
-        target = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(chr(ord("A") + index))
+        target = prometheus.Dataquery().expr(_of_the_cluster(query)).legend_format(_legend(query, legend))
+        target = target.ref_id(chr(ord("A") + index))
         made = made.with_target(target.datasource(_DATA))
     return made
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -351,7 +352,12 @@ def without_data(there: Prometheus) -> set[str]:
             queries |= {target["expr"] for target in panel.get("targets", ())}
 
     def asked(query: str) -> str:
-        return query.replace("$__rate_interval", "5m").replace("$host", ".*").replace("$policy", ".*")
+        return (
+            query.replace("$__rate_interval", "5m")
+            .replace("$cluster", ".*")
+            .replace("$host", ".*")
+            .replace("$policy", ".*")
+        )
 
     return {query for query in queries if "vllm:" not in query and not there.query(asked(query))}
 

@@ -71,6 +71,21 @@ def test_a_dashboard_can_be_provisioned_anywhere_and_leads_to_the_others(board: 
     assert made["tags"] == ["rollcage"]
 
 
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_is_of_the_clusters_that_were_chosen(query: str) -> None:
+    chosen = re.findall(r"rollcage_[\w:]+\{instance=~\"\$cluster\"", query)
+    assert len(chosen) == len(re.findall(r"[\w:]*rollcage_[\w:]+", query))
+
+
+@BOARDS_BY_UID
+def test_a_dashboard_can_be_had_for_one_cluster(board: Board) -> None:
+    variables = {
+        one["name"]: one for one in json.loads(path_of(board).read_text("utf-8"))["templating"]["list"]
+    }
+    assert variables["cluster"]["query"] == "label_values(rollcage_build_info, instance)"
+    assert variables["cluster"]["allValue"] == ".*"
+
+
 @BOARDS_BY_UID
 def test_a_panel_has_all_that_a_reader_needs(board: Board) -> None:
     found = panels(board)
@@ -146,7 +161,12 @@ def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_a_query_of_a_panel_has_data(query: str, scraping: Prometheus) -> None:
-    asked = query.replace("$__rate_interval", "1m").replace("$host", ".*").replace("$policy", ".*")
+    asked = (
+        query.replace("$__rate_interval", "1m")
+        .replace("$cluster", ".*")
+        .replace("$host", ".*")
+        .replace("$policy", ".*")
+    )
     assert "$" not in asked
     assert scraping.wait_for(asked)
 

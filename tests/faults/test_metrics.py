@@ -352,12 +352,7 @@ def without_data(there: Prometheus) -> set[str]:
             queries |= {target["expr"] for target in panel.get("targets", ())}
 
     def asked(query: str) -> str:
-        return (
-            query.replace("$__rate_interval", "5m")
-            .replace("$cluster", ".*")
-            .replace("$host", ".*")
-            .replace("$policy", ".*")
-        )
+        return re.sub(r"\$(cluster|host|policy)", ".*", query.replace("$__rate_interval", "5m"))
 
     return {query for query in queries if "vllm:" not in query and not there.query(asked(query))}
 

@@ -1,11 +1,15 @@
-"""Ray on this machine, for tests that need no job."""
+"""Ray on this machine, for tests that need no job, and for jobs that join a cluster."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
+from ray.cluster_utils import Cluster
 
 from rollcage.cluster.actors import WORKER_NICENESS
 
@@ -27,3 +31,18 @@ def local_ray(*, num_cpus: int = 2, num_gpus: int = 0) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def ray_cluster(*, nodes: int = 1, num_cpus: int = 2) -> Iterator[str]:
+    """The address of a cluster on this machine that outlives the jobs that join it. `num_cpus` are those of a node."""
+    # Where a cluster's files lie elsewhere, Ray writes its address here all the same, and does not make the directory.
+    Path(get_default_ray_temp_dir()).mkdir(exist_ok=True)
+    node = {"num_cpus": num_cpus, "object_store_memory": 100 << 20}
+    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as files:
+        head = node | {"include_dashboard": False, "temp_dir": files}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(nodes - 1):
+            made.add_node(**node)
+        yield made.address
+        made.shutdown()

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ray.cluster_utils import Cluster
+from local_ray import ray_cluster
 
 from rollcage.rollout.arrow import read_attempts, read_rollouts
 from rollcage.rollout.sandbox.engine import Engine
@@ -232,13 +232,8 @@ def test_a_killed_host_is_replaced_and_cleaned_up_after(start: Callable[..., Job
 @pytest.fixture
 def two_nodes() -> Iterator[str]:
     """The address of a Ray cluster of two nodes on this machine."""
-    node = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as files:
-        head = node | {"include_dashboard": False, "temp_dir": files}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        cluster.add_node(**node)
-        yield cluster.address
-        cluster.shutdown()
+    with ray_cluster(nodes=2, num_cpus=1) as address:
+        yield address
 
 
 def test_a_job_joins_a_cluster_and_uses_each_of_its_nodes(

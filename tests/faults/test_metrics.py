@@ -14,7 +14,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -26,8 +25,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from local_ray import ray_cluster
 from prometheus_client.parser import text_string_to_metric_families
-from ray.cluster_utils import Cluster
 
 from rollcage.cluster.driver import job_counts
 from rollcage.cluster.earlier import count_earlier
@@ -73,11 +72,8 @@ CLASSES = {"turn_limit", "reward_missing", "image_build", "policy_refused", "hos
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a Ray cluster that outlives the job's driver."""
-    node = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
-    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as files:
-        made = Cluster(initialize_head=True, head_node_args=node | {"temp_dir": files})
-        yield made.address
-        made.shutdown()
+    with ray_cluster() as address:
+        yield address
 
 
 class Scrapes:

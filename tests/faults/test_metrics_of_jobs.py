@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,8 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
+from local_ray import ray_cluster
 from prometheus_client.parser import text_string_to_metric_families
-from ray.cluster_utils import Cluster
 
 from rollcage.metrics.definitions import MOST, OTHER
 
@@ -93,12 +92,9 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    node = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
-    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp", ignore_cleanup_errors=True) as files:
-        made = Cluster(initialize_head=True, head_node_args=node | {"temp_dir": files})
-        yield made
-        made.shutdown()
+def cluster() -> Iterator[str]:
+    with ray_cluster() as address:
+        yield address
 
 
 def free_port() -> int:
@@ -120,11 +116,11 @@ def scraped(port: int, name: str, label: str) -> Series:
 
 
 def test_two_jobs_at_once_with_more_agents_than_there_may_be_are_counted_whole(
-    job: Callable[..., Job], cluster: Cluster
+    job: Callable[..., Job], cluster: str
 ) -> None:
     """CASES 34: a name too many is no reason to lose a count, nor to have one series more."""
     port = free_port()
-    both = [job(name, agents, port=port, address=cluster.address) for name, agents in (("a", 12), ("b", 10))]
+    both = [job(name, agents, port=port, address=cluster) for name, agents in (("a", 12), ("b", 10))]
     for one in both:
         assert one.process.wait(600) == 0, one.said.read_text()
     rollouts = scraped(port, "rollcage_rollouts_total", "agent")

@@ -202,6 +202,11 @@ class AttemptRun:
             spent = self.attempt.phases.get(phase, 0.0)
             self.attempt.phases[phase] = spent + time.monotonic() - started
 
+    def queued(self, seconds: float) -> None:
+        """That much of the start was a wait for room on the host."""
+        for phase, more in ((Phase.QUEUE, seconds), (Phase.START, -seconds)):
+            self.attempt.phases[phase] = self.attempt.phases.get(phase, 0.0) + more
+
     async def to_reward(self) -> Reward:
         """Everything from the image to the reward. What happens on the way is in the attempt at once."""
         task, spec = self.spec.task, self.spec
@@ -214,7 +219,11 @@ class AttemptRun:
         with self.phase(Phase.START, Stage.START):
             self.emit(f"sandbox of {image.reference}")
             sandbox = await self.pool.acquire(
-                image, task.environment, attempt_id=spec.attempt_id, least_sec=least_seconds(spec)
+                image,
+                task.environment,
+                attempt_id=spec.attempt_id,
+                least_sec=least_seconds(spec),
+                waited=self.queued,
             )
             self.sandboxes.append(sandbox)
             await wait_until_healthy(sandbox, task.environment.healthcheck)

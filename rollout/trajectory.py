@@ -136,7 +136,7 @@ class Trajectory:
 
 
 class Phase(StrEnum):
-    """Where an attempt's wall time goes. Phases do not overlap."""
+    """Where an attempt's wall time goes. Phases do not overlap; `QUEUE` is the wait for room on the host."""
 
     QUEUE = "queue"
     IMAGE = "image"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,11 +122,12 @@ class SandboxPool:
         role: str = "main",
         network_mode: str | None = None,
         least_sec: float = 0.0,
+        waited: Callable[[float], None] = lambda _seconds: None,
     ) -> Sandbox:
         """A running sandbox of `image`, that lives for the deadline of the settings and for `least_sec` at least.
         Waits for room, except in another role than `main`: who holds a sandbox does not wait for a second one, but
-        for its network where no shared bridge takes one more, and then not for ever.
-        Raises `SandboxError` or `TaskError`."""
+        for its network where no shared bridge takes one more, and then not for ever. `waited` is told how many seconds
+        it waited for room. Raises `SandboxError` or `TaskError`."""
         wanted = Wanted(image, environment, network_mode or environment.network_mode)
         life_sec = max(self.settings.deadline_sec, least_sec)
         name = f"rollcage-{attempt_id}-{role}"
@@ -134,17 +135,20 @@ class SandboxPool:
         held = await self.stock.take(_key(wanted), lambda held: held.life_left >= life_sec)
         warm = held is not None
         if held is not None:
+            waited(0.0)
             self._spawn(self._rename(held, name))
         else:
             admission = await self._admitting()
             need = self._maker.need(environment, admission.capacity)
             self.waiting += 1
             self.images.hold(image.id)
+            queued = time.monotonic()
             try:
                 await admission.admit(need, at_once=role != "main")
             finally:
                 self.images.let_go(image.id)
                 self.waiting -= 1
+                waited(time.monotonic() - queued)
             self.cold_starts += 1
             held = await self._make(
                 admission, wanted, need, name, attempt_id, life_sec, holding=role != "main"

@@ -15,7 +15,7 @@ from rollcage.verifier.verify import TestsVerifier
 
 pytestmark = [pytest.mark.docker, pytest.mark.asyncio(loop_scope="module")]
 
-PHASES = {"image", "start", "agent", "verify", "teardown"}
+PHASES = {"queue", "image", "start", "agent", "verify", "teardown"}
 
 
 async def test_the_oracle_passes_and_every_phase_is_timed(rollouts: Any) -> None:
@@ -25,7 +25,8 @@ async def test_the_oracle_passes_and_every_phase_is_timed(rollouts: Any) -> None
     assert attempt.evidence is None
     assert (attempt.sample, attempt.number, attempt.agent, attempt.policy) == (3, 2, "reference", "")
     assert set(attempt.phases) == PHASES
-    assert all(seconds > 0 for seconds in attempt.phases.values())
+    assert all(seconds > 0 for phase, seconds in attempt.phases.items() if phase != "queue")
+    assert 0 <= attempt.phases["queue"] < attempt.phases["start"]
     (turn,) = attempt.trajectory.turns
     assert turn.commands[0].exit_code == 0
 

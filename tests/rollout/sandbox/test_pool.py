@@ -177,11 +177,15 @@ class TestRoom:
     async def test_who_finds_no_memory_waits(self, make_pool: MakePool) -> None:
         pool = await make_pool(admit_memory_mb=100)
         first = await pool.get()
-        second = asyncio.create_task(pool.get())
+        waited: list[float] = []
+        second = asyncio.create_task(pool.get(waited=waited.append))
         await until(lambda: pool.waiting > 0)
         assert not second.done()
+        assert waited == []
         await pool.release(first)
         assert (await second).id
+        [seconds] = waited
+        assert seconds > 0
 
     async def test_the_reserve_counts_and_not_the_limit(self, make_pool: MakePool) -> None:
         pool = await make_pool(admit_memory_mb=100, memory_reserve_mb=30)

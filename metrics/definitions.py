@@ -221,7 +221,7 @@ FAMILIES: tuple[Family, ...] = (
     _job("trajectories_written", C, "Trajectories in the ledger.", ledger=True),
     _job("trajectory_written_bytes", C, "Bytes of shards written.", unit="bytes"),
     _job("ledger_commits", C, "Commits of groups to shards."),
-    _job("feed_lag_groups", G, "Groups committed and not acknowledged by a job's slowest reader; all while nobody reads.",
+    _job("feed_lag_groups", G, "Groups committed and not acknowledged by a job's slowest reader, or by nobody.",
          _JOB, unit="groups"),
     _job("feed_acknowledged_groups", G, "Groups that a job's slowest reader has acknowledged.", _JOB, unit="groups"),
     _job("feed_readers", G, "Readers of a job that have acknowledged a group.", _JOB),

@@ -30,11 +30,11 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcage.cluster.errors import CouldNotRun
-from rollcage.cluster.exporter import telling
 from rollcage.cluster.host import HostClient, HostLoad, HostLost, HostSpec, Prepared, SandboxHost
 from rollcage.cluster.ray_names import NAMESPACE
 from rollcage.cluster.scratch import RAY, make_scratch, remove_scratch
 from rollcage.cluster.task_copies import pack_task
+from rollcage.cluster.telling import telling
 from rollcage.rollout.outcome import RolloutError
 from rollcage.rollout.rollout import AttemptSpec
 from rollcage.rollout.task import Task

@@ -1,4 +1,4 @@
-"""The exporter as a detached Ray actor on the head node, and what tells it a source's counts.
+"""The exporter as a detached Ray actor on the head node; `telling.py` tells it a source's counts.
 
     exporter = start_exporter(ExporterConfig())
     async with telling(exporter, "demo-1a2b", snapshot):
@@ -11,21 +11,18 @@ counts once.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import logging
 import os
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from rollcage.cluster.ray_names import EXPORTER, NAMESPACE, reachable
 from rollcage.metrics.counts import Snapshot
@@ -33,18 +30,8 @@ from rollcage.metrics.exporter import Exporter
 from rollcage.metrics.serving import PORT, Server, serve
 from rollcage.metrics.targets import address_of, remove_ended, targets_json, write_targets
 
-SEND_SEC = 2.0
-"""Between two snapshots of a source: less than any scrape interval in use."""
-
 TARGETS_SEC = 10.0
 """Between two looks at the nodes that Ray has."""
-
-ANSWER_SEC = 10.0
-"""As long as an exporter that starts again may take; a snapshot that it has not taken by then is followed by a later
-one anyway."""
-
-FINAL_SEC = 30.0
-"""The same for what a source says last: nothing follows it, and a job would be taken for one that is silent."""
 
 AGAIN_SEC = 5.0
 """Between two tries of an exporter that cannot begin."""
@@ -195,7 +182,8 @@ class ExporterActor:
     def end(self, source: str) -> None:
         """See `Exporter.end`."""
         if not self._place.failure:
-            self._exporter.end(source)
+            with suppress(OSError):  # it is kept with the next snapshot of anybody
+                self._exporter.end(source)
 
     def set_vllm(self, source: str, addresses: tuple[str, ...]) -> None:
         """Where vLLM's own metrics of a source's replicas are; none once it has ended. Told again and again, for it is
@@ -292,50 +280,3 @@ def start_exporter(config: ExporterConfig) -> Any:
         )
         .remote(config)
     )
-
-
-@asynccontextmanager
-async def telling(
-    exporter: Any,
-    source: str,
-    snapshot: Callable[[], Awaitable[Snapshot]],
-    *,
-    of: str = "",
-    say: Callable[[str], None] = _log.warning,
-) -> AsyncIterator[None]:
-    """Inside the block the exporter is told every `SEND_SEC` what `source` has counted, and once more at its end. `of`:
-    a host's job.
-
-    An exporter that does not answer, or refuses the source, is said, once for each reason, and harms nobody: counting
-    is no reason for a job to fail.
-    """
-    incarnation = secrets.token_hex(8)
-    said: set[str] = set()
-
-    async def tell(*, final: bool = False) -> None:
-        within = FINAL_SEC if final else ANSWER_SEC
-        try:
-            async with asyncio.timeout(within):
-                why = await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
-        except TimeoutError:
-            why = f"it does not answer within {within:g} s"
-        except RayError as error:
-            why = f"{type(error).__name__}: {error}"
-        if why and why not in said:
-            said.add(why)
-            say(f"what {source} has counted is not, or not wholly, with the exporter: {why}")
-
-    async def keep_telling() -> None:
-        while True:
-            await tell()
-            await asyncio.sleep(SEND_SEC)
-
-    task = asyncio.create_task(keep_telling())
-    try:
-        yield
-    finally:
-        task.cancel()
-        [ended] = await asyncio.gather(task, return_exceptions=True)
-        if not isinstance(ended, asyncio.CancelledError):
-            say(f"what {source} counted was no longer told to the exporter: {ended!r}")
-        await tell(final=True)

@@ -22,9 +22,10 @@ from ray.exceptions import RayError
 
 from rollcage.cluster.config_model import MetricsConfig
 from rollcage.cluster.driver import Driver
-from rollcage.cluster.exporter import ANSWER_SEC, ExporterConfig, ExporterPlace, start_exporter, telling
+from rollcage.cluster.exporter import ExporterConfig, ExporterPlace, start_exporter
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.replica_protocol import ReplicaState
+from rollcage.cluster.telling import ANSWER_SEC, telling
 from rollcage.metrics.counts import Snapshot
 from rollcage.metrics.job_counts import JobCounts
 from rollcage.metrics.serving import PORT
@@ -33,6 +34,9 @@ from rollcage.rollout.location import state_directory
 
 if TYPE_CHECKING:
     from rollcage.cluster.policies import ServedPolicy
+
+FINAL_SEC = 30.0
+"""How long it may take to hear of the job's end: nothing follows that, and the job would be taken for a silent one."""
 
 START_SEC = 60.0
 """How long the exporter may take to say where it is."""
@@ -131,7 +135,7 @@ class JobMetrics:
             return driver.counts.snapshot()
 
         try:
-            async with telling(self.exporter, self._job, snapshot, say=self._say_new):
+            async with telling(self.exporter, self._job, snapshot, final_sec=FINAL_SEC, say=self._say_new):
                 yield
         finally:
             self._tell_of_replicas({})

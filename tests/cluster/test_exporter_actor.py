@@ -16,7 +16,8 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollcage.cluster.actors import connected
-from rollcage.cluster.exporter import ExporterActor, ExporterConfig, start_exporter, telling
+from rollcage.cluster.exporter import ExporterActor, ExporterConfig, start_exporter
+from rollcage.cluster.telling import telling
 from rollcage.metrics.counts import Counts, Snapshot
 from rollcage.metrics.definitions import Sender
 

@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import re
-import shlex
 import shutil
 import socket
 import ssl
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from certificates import self_signed
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -449,14 +449,7 @@ def test_tls_answers_though_a_client_that_says_nothing_is_connected(
     serving: Callable[..., Server], tmp_path: Path
 ) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        shlex.split(
-            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost "
-            f"-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout {key} -out {certificate}"
-        ),
-        check=True,
-        capture_output=True,
-    )
+    self_signed(certificate, key)
     port = serving(certificate=certificate, key=key).port
     with socket.create_connection(("127.0.0.1", port)):
         context = ssl.create_default_context(cafile=str(certificate))

@@ -21,6 +21,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import yaml
+from certificates import self_signed
 from prometheus_client import REGISTRY, Gauge
 from real_prometheus import Prometheus, prometheus_with
 
@@ -274,3 +275,30 @@ def test_a_prometheus_of_ones_own_as_the_docs_configure_it_finds_all_three(tmp_p
     finally:
         served.close()
     assert jobs == {"rollcage", "ray", "vllm"}
+
+
+def test_a_prometheus_of_ones_own_asks_a_guarded_exporter_as_the_docs_configure_it(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "observe.md").read_text("utf-8")
+    [snippet] = re.findall("```yaml\n(scrape_configs:\n  - job_name: rollcage  .*?)```", page, re.S)
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    self_signed(certificate, key)
+    (tmp_path / "password").write_text("secret")
+    guard = {"user": "prometheus", "password": "secret", "certificate": certificate, "key": key}
+    targets: dict[str, list[str]] = {}
+    served = serve(Exporter(), port=0, targets=lambda: targets_json(targets), **guard)
+    address = f"127.0.0.1:{served.port}"
+    targets |= {"rollcage": [address], "ray": ["127.0.0.1:1"]}
+    for there, here in {
+        "/etc/prometheus/rollcage-password": str(tmp_path / "password"),
+        "/etc/prometheus/rollcage.pem": str(certificate),
+        "HEAD:9410": address,
+    }.items():
+        assert there in snippet
+        snippet = snippet.replace(there, here)
+    [config] = yaml.safe_load(snippet)["scrape_configs"]
+    try:
+        with prometheus_with(tmp_path / "p", [config | {"scrape_interval": "1s"}]) as one:
+            [found] = one.wait_for("up == 1")
+    finally:
+        served.close()
+    assert found["metric"] == {"__name__": "up", "job": "rollcage", "instance": address}

@@ -153,6 +153,10 @@ class ExporterActor:
             return self._place
         if self._place.failure:
             self._config = asked
+            if (state := asked.state or _session_directory()) != self._state and self._held is not None:
+                os.close(self._held)
+                self._held = None
+            self._state = state
             self._begin()
         default = ExporterConfig()
         others = tuple(

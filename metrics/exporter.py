@@ -50,10 +50,8 @@ it is gone."""
 ADDED_UP = 16
 """So many hosts that are gone for as long as `FORGET_SEC` are added up at once."""
 
-
 SILENCE = "job_silent_seconds"
 """A job's gauge that the exporter knows and the job does not."""
-
 
 _log = logging.getLogger(__name__)
 

@@ -185,6 +185,8 @@ def test_two_exporters_do_not_share_what_they_have_kept(config: ExporterConfig, 
     failures = sorted(ray.get(actor.place.remote()).failure for actor in (first, second))
     assert failures[0] == ""
     assert "is another exporter's state: name another directory" in failures[1]
+    [refused] = [actor for actor in (first, second) if ray.get(actor.place.remote()).failure]
+    assert ray.get(refused.place.remote(ExporterConfig(tmp_path / "two", port=0))).failure == ""
     for actor in (first, second):
         ray.kill(actor)
 

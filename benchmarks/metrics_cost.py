@@ -69,7 +69,7 @@ class Measured(Benchmark):
             async with metrics.told(driver, ledger, {}):
                 await driver.run()
             took = time.monotonic() - began
-        await metrics.close(ray_ends=False)
+        await metrics.close()
         await ledger.finish({})
         return self.rate(plan.job, rollouts), clock.seconds / took
 

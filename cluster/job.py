@@ -228,8 +228,9 @@ async def _run(
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
             from rollcage.cluster.job_metrics import JobMetrics
 
-            metrics = JobMetrics(config.metrics, plan.job, progress.say)
-            stack.push_async_callback(metrics.close, ray_ends=config.ray.address is None)
+            own_ray = config.ray.address is None
+            metrics = JobMetrics(config.metrics, plan.job, progress.say, ray_ends=own_ray)
+            stack.push_async_callback(metrics.close)
             clients, budgets = await stack.enter_async_context(shared_budgets(scripted))
             served = await stack.enter_async_context(_served_policies(config, progress, metrics.vllm))
             await stack.enter_async_context(control.serving(served))

@@ -1,10 +1,10 @@
 """A job's part in the cluster's metrics: it starts the exporter, and tells it what the driver counts.
 
-    metrics = JobMetrics(config.metrics, job, say)
+    metrics = JobMetrics(config.metrics, job, say, ray_ends=True)
     ...
     async with metrics.told(driver, ledger, served):
         await driver.run()
-    await metrics.close(ray_ends=True)
+    await metrics.close()
 
 Nothing here ends a job: an exporter that does not start is said once, and the job goes on uncounted.
 """
@@ -25,7 +25,7 @@ from rollcage.cluster.driver import Driver
 from rollcage.cluster.exporter import ExporterConfig, ExporterPlace, start_exporter
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.replica_protocol import ReplicaState
-from rollcage.cluster.telling import ANSWER_SEC, telling
+from rollcage.cluster.telling import telling
 from rollcage.metrics.counts import Snapshot
 from rollcage.metrics.job_counts import JobCounts
 from rollcage.metrics.serving import PORT
@@ -36,7 +36,11 @@ if TYPE_CHECKING:
     from rollcage.cluster.policies import ServedPolicy
 
 FINAL_SEC = 30.0
-"""How long it may take to hear of the job's end: nothing follows that, and the job would be taken for a silent one."""
+"""How long an exporter that outlives the job may take to hear of its end: nothing follows that, and the job would be
+taken for a silent one."""
+
+PARTING_SEC = 3.0
+"""And one that ends with the job. Ray may have been ended by the same signal; a minute later it ends this process."""
 
 START_SEC = 60.0
 """How long the exporter may take to say where it is."""
@@ -69,8 +73,10 @@ class JobMetrics:
     """See the module. `exporter` is the actor, None where nothing is counted. `vllm` says how vLLM's own metrics are
     served (`ReplicaSettings.metrics`)."""
 
-    def __init__(self, config: MetricsConfig, job: str, say: Callable[[str], None]) -> None:
-        """Ray must be there."""
+    def __init__(
+        self, config: MetricsConfig, job: str, say: Callable[[str], None], *, ray_ends: bool = False
+    ) -> None:
+        """Ray must be there. `ray_ends`: with the job, and the exporter with it."""
         self.exporter: Any = None
         self.vllm: Mapping[str, Any] | None = None
         self._config = config
@@ -78,9 +84,12 @@ class JobMetrics:
         self._say = say
         self._said = ""
         """Why the exporter does not listen, once that was said."""
+        self._targets = ""
         self._replicas: tuple[str, ...] = ()
         self._looking: dict[str, PolicyLook] = defaultdict(PolicyLook)
         self._announcing: asyncio.Task[None] | None = None
+        self._ray_ends = ray_ends
+        self._parting_sec = PARTING_SEC if ray_ends else FINAL_SEC
         if config.enabled:
             made = exporter_config(config)
             self.vllm = made.guard
@@ -102,6 +111,7 @@ class JobMetrics:
         top += f" --user {config.user}" if config.user is not None else ""
         top += f" --certificate {config.certificate}" if config.certificate is not None else ""
         targets = place.targets or f"no file of targets ({place.no_targets})"
+        self._targets = place.targets
         self._say(f"metrics: {place.url} (`rollcage top{top}`); for Prometheus: {targets}")
         named = (SETTINGS.get(name, name) for name in place.others)
         if others := dict.fromkeys(name for name in named if getattr(self._config, name) is not None):
@@ -135,7 +145,9 @@ class JobMetrics:
             return driver.counts.snapshot()
 
         try:
-            async with telling(self.exporter, self._job, snapshot, final_sec=FINAL_SEC, say=self._say_new):
+            async with telling(
+                self.exporter, self._job, snapshot, final_sec=self._parting_sec, say=self._say_new
+            ):
                 yield
         finally:
             self._tell_of_replicas({})
@@ -157,17 +169,21 @@ class JobMetrics:
             with suppress(RayError):  # Ray has ended under the job
                 self.exporter.set_vllm.remote(self._job, found)
 
-    async def close(self, *, ray_ends: bool) -> None:
-        """`ray_ends`: the exporter ends with this job's Ray, and no Prometheus is to look for it."""
+    async def close(self) -> None:
+        """Once nothing is told any more. Where the exporter ends with the job, no Prometheus is to look for it."""
         if self._announcing is not None:
             self._announcing.cancel()
             await asyncio.wait([self._announcing])
         if self.exporter is None:
             return
-        with suppress(RayError, TimeoutError):  # it is gone, and with it what is to be done
-            async with asyncio.timeout(ANSWER_SEC):
-                if ray_ends:
-                    await self.exporter.close.remote()
+        if not self._ray_ends:
+            return
+        with suppress(RayError, TimeoutError):  # a signal has ended it, too
+            async with asyncio.timeout(self._parting_sec):
+                await self.exporter.close.remote()
+        if self._targets:
+            with suppress(OSError):
+                await asyncio.to_thread(Path(self._targets).unlink, missing_ok=True)
 
 
 class PolicyLook:

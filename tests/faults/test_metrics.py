@@ -242,7 +242,7 @@ def test_what_prometheus_shows_under_faults_is_what_the_ledger_holds(cluster: st
         scrapes = Scrapes(address)
         try:
             before = 0
-            for _ in range(KILLS):
+            for round_ in range(KILLS):
                 for fault in (
                     job.kill_container,
                     lambda: job.kill_actor("HostActor"),
@@ -253,7 +253,8 @@ def test_what_prometheus_shows_under_faults_is_what_the_ledger_holds(cluster: st
                     before = job.ended()
                     time.sleep(dice.random())
                     fault()
-            assert_every_panel_and_rule_has_data(job, there)
+                if round_ == 0:  # later some of it is too long ago: ratios of nothing have no value
+                    assert_every_panel_and_rule_has_data(job, there)
             while scrapes.number < 1000 and job.process.poll() is None:
                 time.sleep(0.1)
             assert job.process.wait(600) == 3, job.said.read_text()  # some rollouts are invalid

@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -101,7 +102,7 @@ class Scrapes:
         while not self._over.wait(0.02):
             try:
                 now = self.values()
-            except OSError:
+            except (OSError, HTTPException):
                 continue  # it was killed a moment ago
             self.number += 1
             begun, ended, left, runs = (
@@ -155,7 +156,7 @@ class Job:
             "name": "metrics",
             "tasks": [str(folder / "tasks")],
             "agents": [
-                {"name": "oracle", "samples": 12 + 4 * KILLS},
+                {"name": "oracle", "samples": 8 + 8 * KILLS},
                 {"name": "bash", "samples": 2, "options": {"max_turns": 2}, "policy": "p"},
             ],
             "policies": {"p": {"kind": "scripted", "file": str(folder / "answers.yaml")}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +78,9 @@ def _found(certificate: Path | None) -> str:
     from rollcage.rollout.location import state_directory
 
     scheme = "http" if certificate is None else "https"
-    files = sorted((state_directory() / "targets").glob("*.json"), key=lambda path: path.stat().st_mtime)
-    found = [address for path in files for address in exporters(path)]
-    return f"{scheme}://{found[-1] if found else f'127.0.0.1:{PORT}'}{METRICS_PATH}"
+    found = []
+    for path in (state_directory() / "targets").glob("*.json"):
+        with suppress(FileNotFoundError):  # its cluster has ended just now
+            written_at = path.stat().st_mtime
+            found += [(written_at, address) for address in exporters(path)]
+    return f"{scheme}://{max(found)[1] if found else f'127.0.0.1:{PORT}'}{METRICS_PATH}"

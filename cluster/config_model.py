@@ -186,16 +186,15 @@ class RayConfig(Settings):
     address: str | None = Field(
         default=None, description="HOST:PORT of a cluster to join; None, or local: Ray is started here."
     )
+    num_cpus: Count | None = Field(
+        default=None,
+        description="CPUs that Ray counts on where it is started here; None: all of this machine.",
+    )
 
     @field_validator("address")
     @classmethod
     def _here(cls, address: str | None) -> str | None:
         return None if address == LOCAL else address
-
-    num_cpus: Count | None = Field(
-        default=None,
-        description="CPUs that Ray counts on where it is started here; None: all of this machine.",
-    )
 
 
 LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")

@@ -39,8 +39,9 @@ FINAL_SEC = 30.0
 """How long an exporter that outlives the job may take to hear of its end: nothing follows that, and the job would be
 taken for a silent one."""
 
-PARTING_SEC = 3.0
-"""And one that ends with the job. Ray may have been ended by the same signal; a minute later it ends this process."""
+PARTING_SEC = 10.0
+"""And one that ends with the job, and may have a state to keep. Ray may have been ended by the same signal, and ends
+this process a minute later."""
 
 START_SEC = 60.0
 """How long the exporter may take to say where it is."""

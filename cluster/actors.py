@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import (
     ActorUnschedulableError,
@@ -74,8 +75,29 @@ WORKER_NICENESS = 0
 """Ray's own is 15: hosts and engines would have a thirtieth of a processor that one busy sandbox wants."""
 
 
+OWN = {"gcs_server", "raylet"}
+"""The processes of a Ray that is started here without which there is none; nothing starts them again."""
+
+LAST_SEC = 600
+"""As long as a process lives on whose own Ray is gone: a job writes and cleans up what there is. Ray's default ends it
+after 60 s."""
+
+
+class Connection:
+    """To Ray. `processes` are those of a Ray that this process has started."""
+
+    def __init__(self, processes: Sequence[psutil.Process] = ()) -> None:
+        self._processes = processes
+
+    def ended(self) -> bool:
+        """Whether a Ray that was started here is over, by a signal to all of a job's processes, say. Its actors are
+        gone then, or about to go, and calls of it may wait for ever. A cluster that was joined may always come back.
+        """
+        return any(map(_is_over, self._processes))
+
+
 @contextmanager
-def connected(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[None]:
+def connected(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[Connection]:
     """Inside the block this process is connected to Ray: to the cluster at `address`, else to one that is
     started here and ended with the block, its files with it. Raises `CouldNotRun`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -92,7 +114,10 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(files),
-                "_system_config": {"worker_niceness": WORKER_NICENESS},
+                "_system_config": {
+                    "worker_niceness": WORKER_NICENESS,
+                    "gcs_rpc_server_reconnect_timeout_s": LAST_SEC,
+                },
             }
         stack.callback(ray.shutdown)
         try:
@@ -106,7 +131,25 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
                 f"could not join the Ray cluster at {address}: {error}; --address names another, and "
                 f"`--address local` starts Ray on this machine\n{TOKEN_HINT}"
             ) from error
-        yield
+        yield Connection(_own_processes() if address is None else ())
+
+
+def _own_processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if _name(child) in OWN]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _is_over(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _short_temp() -> str:
@@ -250,14 +293,20 @@ async def start_host(
 class RayHosts:
     """A host on each node of the cluster, never two on one; implements the driver's `Hosts`.
 
-    `say` is told of nodes that cannot be hosts. `exporter`: see `start_host`.
+    `say` is told of nodes that cannot be hosts. `exporter`: see `start_host`. `ended`: whether Ray is over for good.
     """
 
     REPLACE_TRIES = 5
 
     def __init__(
-        self, spec: HostSpec, *, say: Callable[[str], None] = lambda _line: None, exporter: Any = None
+        self,
+        spec: HostSpec,
+        *,
+        say: Callable[[str], None] = lambda _line: None,
+        exporter: Any = None,
+        ended: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._ended = ended
         self._spec = spec
         self._say = say
         self._exporter = exporter
@@ -280,6 +329,8 @@ class RayHosts:
         self._taken.discard(node)
         for attempt in range(self.REPLACE_TRIES):
             await asyncio.sleep(2.0**attempt - 1)
+            if self._ended():
+                return None
             free = [name for name in await alive_nodes() if name not in self._taken]
             for candidate in sorted(free, key=lambda name: name != node):
                 host = await self._try(candidate, after=lost.name)

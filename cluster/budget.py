@@ -22,6 +22,9 @@ from rollcage.rollout.policies.budget import Budgeted, spent_message
 CONCURRENT_CALLS = 10_000
 """Each is over at once, but for those that wait for the budget's end: one of the driver's, one of a host's."""
 
+SPENDING_SEC = 10.0
+"""As long as a job that has ended waits to be told what it spent."""
+
 ASK_AGAIN_SEC = 1.0
 """Between tries to reach an actor that cannot be reached now."""
 
@@ -130,12 +133,13 @@ async def stopping_when_spent(
 
 
 async def spending(budgets: Mapping[str, SharedBudget]) -> dict[str, dict[str, float | None]]:
-    """For the summary, by policy: `limit_usd` and `spent_usd`, which is None where the actor is gone."""
+    """For the summary, by policy: `limit_usd` and `spent_usd`, which is None where the actor does not answer."""
     found: dict[str, dict[str, float | None]] = {}
     for name, budget in budgets.items():
         try:
-            spent = await budget.spent()
-        except Cancelled:
+            async with asyncio.timeout(SPENDING_SEC):
+                spent = await budget.spent()
+        except (Cancelled, PolicyError, TimeoutError):
             found[name] = {"limit_usd": budget.limit_usd, "spent_usd": None}
         else:
             found[name] = {"limit_usd": budget.limit_usd, "spent_usd": spent}

@@ -41,9 +41,15 @@ from rollcage.rollout.task import hide_values
 from rollcage.rollout.trajectory import RolloutKey
 
 if TYPE_CHECKING:
+    from rollcage.cluster.actors import Connection
     from rollcage.cluster.policies import ServedPolicy
 
 STOPPING = "interrupted: no more rollouts; what runs may end (press again to cancel it)"
+
+ENDED = (
+    "Ray has ended on this machine under the job: something has killed its gcs_server or raylet (the kernel, where memory "
+    "ran out?); `rollcage resume` goes on with what is written"
+)
 
 RUNNING_OUT = "interrupted: cancelling what runs"
 
@@ -223,20 +229,20 @@ async def _run(
             control = await stack.enter_async_context(
                 job_control(ledger.location.here, progress.say, starting)
             )
-            await stack.enter_async_context(_ray(config, interrupts))
+            ray = await stack.enter_async_context(_ray(config, interrupts))
             from rollcage.cluster.actors import RayHosts
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
             from rollcage.cluster.job_metrics import JobMetrics
 
             own_ray = config.ray.address is None
-            metrics = JobMetrics(config.metrics, plan.job, progress.say, ray_ends=own_ray)
+            metrics = JobMetrics(config.metrics, plan.job, progress.say, ray_ends=own_ray, ended=ray.ended)
             stack.push_async_callback(metrics.close)
             clients, budgets = await stack.enter_async_context(shared_budgets(scripted))
             served = await stack.enter_async_context(_served_policies(config, progress, metrics.vllm))
             await stack.enter_async_context(control.serving(served))
             engines = {name: policy.policy for name, policy in served.items()}
             spec = host_spec(config, plan, {**clients, **engines})
-            hosts = RayHosts(spec, say=progress.say, exporter=metrics.exporter)
+            hosts = RayHosts(spec, say=progress.say, exporter=metrics.exporter, ended=ray.ended)
             driver = Driver(plan, ledger, hosts, progress)
             control.steers(driver)
             interrupts.then(driver.stop, STOPPING)
@@ -259,7 +265,7 @@ async def _run(
                 async with stopping_when_spent(budgets, run_out), metrics.told(driver, ledger, served):
                     await driver.run()
             except (RolloutError, HostLost) as error:
-                failure = error
+                failure = HostLost(ENDED) if ray.ended() else error
             except (OSError, RunError) as error:
                 raise CouldNotRun(f"{ledger.location} cannot be written: {error}") from error
             finally:
@@ -293,30 +299,29 @@ def _added_up(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
 
 
 @asynccontextmanager
-async def _ray(config: JobConfig, interrupts: Interrupts) -> AsyncIterator[None]:
+async def _ray(config: JobConfig, interrupts: Interrupts) -> AsyncIterator[Connection]:
     """`actors.connected`, begun and ended in a thread of its own: no signal is raised inside Ray, and each is told
     at once. One thread for both, for the kernel ends Ray's processes with the thread that started them."""
 
-    def connect() -> AbstractContextManager[None]:
+    def connect() -> tuple[AbstractContextManager[Connection], Connection]:
         from rollcage.cluster.actors import connected  # takes a second or two
 
-        connection = connected(config.ray.address, num_cpus=config.ray.num_cpus)
-        connection.__enter__()
-        return connection
+        block = connected(config.ray.address, num_cpus=config.ray.num_cpus)
+        return block, block.__enter__()
 
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="ray") as thread:
         try:
-            connection = await interrupts.held(loop.run_in_executor(thread, connect))
+            block, connection = await interrupts.held(loop.run_in_executor(thread, connect))
         except CouldNotRun as error:
             if interrupts.count:
                 raise asyncio.CancelledError from error
             raise
         try:
             await asyncio.sleep(0)  # where the job is called off that was interrupted meanwhile
-            yield
+            yield connection
         finally:
-            await interrupts.held(loop.run_in_executor(thread, connection.__exit__, None, None, None))
+            await interrupts.held(loop.run_in_executor(thread, block.__exit__, None, None, None))
 
 
 async def _clean_up(hosts: set[str], config: JobConfig, plan: JobPlan, progress: JobProgress) -> None:

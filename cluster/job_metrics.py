@@ -40,8 +40,7 @@ FINAL_SEC = 30.0
 taken for a silent one."""
 
 PARTING_SEC = 10.0
-"""And one that ends with the job, and may have a state to keep. Ray may have been ended by the same signal, and ends
-this process a minute later."""
+"""And one that ends with the job, and may have a state to keep."""
 
 START_SEC = 60.0
 """How long the exporter may take to say where it is."""
@@ -75,9 +74,15 @@ class JobMetrics:
     served (`ReplicaSettings.metrics`)."""
 
     def __init__(
-        self, config: MetricsConfig, job: str, say: Callable[[str], None], *, ray_ends: bool = False
+        self,
+        config: MetricsConfig,
+        job: str,
+        say: Callable[[str], None],
+        *,
+        ray_ends: bool = False,
+        ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Ray must be there. `ray_ends`: with the job, and the exporter with it."""
+        """Ray must be there. `ray_ends`: with the job, and the exporter with it. `ended`: whether it has by now."""
         self.exporter: Any = None
         self.vllm: Mapping[str, Any] | None = None
         self._config = config
@@ -89,7 +94,7 @@ class JobMetrics:
         self._replicas: tuple[str, ...] = ()
         self._looking: dict[str, PolicyLook] = defaultdict(PolicyLook)
         self._announcing: asyncio.Task[None] | None = None
-        self._ray_ends = ray_ends
+        self._ray_ends, self._ended = ray_ends, ended
         self._parting_sec = PARTING_SEC if ray_ends else FINAL_SEC
         if config.enabled:
             made = exporter_config(config)
@@ -147,7 +152,12 @@ class JobMetrics:
 
         try:
             async with telling(
-                self.exporter, self._job, snapshot, final_sec=self._parting_sec, say=self._say_new
+                self.exporter,
+                self._job,
+                snapshot,
+                final_sec=self._parting_sec,
+                ended=self._ended,
+                say=self._say_new,
             ):
                 yield
         finally:
@@ -179,9 +189,10 @@ class JobMetrics:
             return
         if not self._ray_ends:
             return
-        with suppress(RayError, TimeoutError):  # a signal has ended it, too
-            async with asyncio.timeout(self._parting_sec):
-                await self.exporter.close.remote()
+        if not self._ended():
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(self._parting_sec):
+                    await self.exporter.close.remote()
         if self._targets:
             with suppress(OSError):
                 await asyncio.to_thread(Path(self._targets).unlink, missing_ok=True)

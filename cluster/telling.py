@@ -31,10 +31,11 @@ async def telling(
     *,
     of: str = "",
     final_sec: float = ANSWER_SEC,
+    ended: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = _log.warning,
 ) -> AsyncIterator[None]:
     """Inside the block the exporter is told every `SEND_SEC` what `source` has counted, and once more at its end,
-    where the exporter has `final_sec` to take it. `of`: a host's job.
+    where the exporter has `final_sec` to take it. `of`: a host's job. `ended`: whether the exporter is gone for good.
 
     An exporter that does not answer, or refuses the source, is said, once for each reason, and harms nobody: counting
     is no reason for a job to fail.
@@ -45,8 +46,11 @@ async def telling(
     async def tell(*, final: bool = False) -> None:
         within = final_sec if final else ANSWER_SEC
         try:
-            async with asyncio.timeout(within):
-                why = await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
+            if ended():
+                why = "it has ended with its Ray"
+            else:
+                async with asyncio.timeout(within):
+                    why = await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
         except TimeoutError:
             why = f"it does not answer within {within:g} s"
         except RayError as error:
@@ -65,7 +69,7 @@ async def telling(
         yield
     finally:
         task.cancel()
-        [ended] = await asyncio.gather(task, return_exceptions=True)
-        if not isinstance(ended, asyncio.CancelledError):
-            say(f"what {source} counted was no longer told to the exporter: {ended!r}")
+        [end] = await asyncio.gather(task, return_exceptions=True)
+        if not isinstance(end, asyncio.CancelledError):
+            say(f"what {source} counted was no longer told to the exporter: {end!r}")
         await tell(final=True)

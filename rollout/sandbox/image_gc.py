@@ -41,6 +41,10 @@ URGENT_GRACE_SEC = 120.0
 FREE_SHARE, FREE_BYTES = 0.1, 20 * GIB
 """Without a budget, images go while less than a tenth of the engine's disk is free, and less than so much."""
 
+REMOVAL_SEC = 5.0
+"""As long as an image may still be there of which an engine says that it cannot be removed: another process may be
+removing it."""
+
 ROOM_BYTES = 2 * GIB
 """What is made free, if it can be, after a build or a pull that found the disk full."""
 
@@ -262,9 +266,19 @@ def _remove(api: Any, image: Stored) -> int:
         except APIError as error:
             if error.status_code in (403, 409):
                 return 0
-            if _has(api, image.id):
+            if not _goes(api, image.id):
                 raise  # and else it is what an engine answers to one of two that remove an image at a time
     return 0 if _has(api, image.id) else 1
+
+
+def _goes(api: Any, image_id: str) -> bool:
+    """Whether the image is gone within `REMOVAL_SEC`."""
+    until = time.monotonic() + REMOVAL_SEC
+    while _has(api, image_id):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _has(api: Any, image_id: str) -> bool:

@@ -25,6 +25,7 @@ import yaml
 from local_ray import local_ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from rollcage.cluster import budget as budgets
 from rollcage.cluster.anthropic_policy import anthropic_policy
 from rollcage.cluster.budget import SharedBudget, shared_budgets, spending, stopping_when_spent
 from rollcage.cluster.client_policies import client_policy
@@ -290,6 +291,21 @@ async def test_a_count_that_cannot_be_asked_for_a_moment_has_spent_nothing_and_e
     with pytest.raises(PolicyError) as error:
         await budget.admit()
     assert error.value.error_class == "policy_unavailable"
+    assert await spending({"p": budget}) == {"p": {"limit_usd": 1.0, "spent_usd": None}}
+
+
+async def test_a_job_that_has_ended_does_not_wait_for_ever_to_be_told_what_it_spent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Silent:
+        """An actor of a Ray that is gone."""
+
+        def remote(self) -> Any:
+            return asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(budgets, "SPENDING_SEC", 0.1)
+    silent = SharedBudget(SimpleNamespace(spent=Silent()), 1.0)
+    assert await spending({"p": silent}) == {"p": {"limit_usd": 1.0, "spent_usd": None}}
 
 
 @pytest.fixture(scope="module")

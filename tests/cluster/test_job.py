@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -52,7 +53,13 @@ class Job:
             assert time.monotonic() < deadline, f"not within 200 s: {what}\n{self.errors.read_text()}"
             time.sleep(0.1)
 
-    def end(self) -> tuple[int, dict[str, Any]]:
+    def kill_ray(self) -> None:
+        """All of the Ray that the job has started, its actors too."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def end(self, *, reports: bool = True) -> tuple[int, dict[str, Any]]:
         """Wait for the end: status and report. Nothing may be left behind."""
         out, _ = self.process.communicate(timeout=120)
         said = self.errors.read_text()
@@ -63,7 +70,7 @@ class Job:
         assert not [n for n in networks if n["Labels"]["rollcage.host"] in hosts]
         assert os.listdir(self.scratch) == [], "Ray's files"
         assert self.processes() == []
-        return self.process.returncode, json.loads(out)
+        return self.process.returncode, json.loads(out) if reports else {}
 
     def containers(self, state: str | None = None) -> list[str]:
         """Ids of the job's containers."""
@@ -198,18 +205,37 @@ def test_a_signal_while_ray_starts_is_answered_at_once_and_leaves_nothing(
     assert (os.listdir(job.scratch), job.processes(), job.run.exists()) == ([], [], False), said
 
 
-@pytest.mark.parametrize("to", ["the job", "all of its processes"])
+@pytest.mark.parametrize("to", ["the job", "its process group", "all of its processes"])
 def test_terminated_all_is_cancelled_at_once(start: Callable[..., Job], write_task: Any, to: str) -> None:
-    """`kill`; and `timeout`, systemd or SLURM, which end Ray's processes at the same time."""
+    """`kill`; and `timeout`, systemd or SLURM, which end Ray's processes at the same time, at the worst all of them
+    before the job has begun to end."""
     task = write_task("tasks/slow", toml=SETTINGS, solve="#!/bin/sh\nsleep 600\n")
     job = start("--tasks", task, "--agent", "oracle", "--samples", "4", "--concurrency", "2")
     job.until(lambda: len(job.containers("running")) == 2, "two sandboxes")
-    kill = os.kill if to == "the job" else os.killpg
-    kill(job.process.pid, signal.SIGTERM)
+    if to == "its process group":
+        os.killpg(job.process.pid, signal.SIGTERM)
+    else:
+        if to == "all of its processes":
+            job.kill_ray()
+        job.process.terminate()
+    began = time.monotonic()
     status, report = job.end()
     assert status == 130
+    assert time.monotonic() - began < 60, "Ray's own patience with what is gone"
     assert job.rollouts == {("cancelled", "cancelled"): 4}
     assert report["finished"]
+
+
+def test_a_job_whose_own_ray_is_killed_says_so_and_leaves_nothing(
+    start: Callable[..., Job], write_task: Any
+) -> None:
+    task = write_task("tasks/slow", toml=SETTINGS, solve="#!/bin/sh\nsleep 600\n")
+    job = start("--tasks", task, "--agent", "oracle", "--samples", "2", "--concurrency", "2")
+    job.until(lambda: len(job.containers("running")) == 2, "two sandboxes")
+    job.kill_ray()
+    assert job.end(reports=False)[0] == 2
+    assert "Ray has ended on this machine under the job" in job.errors.read_text()
+    assert job.rollouts == {("cancelled", "cancelled"): 2}
 
 
 def test_a_killed_host_is_replaced_and_cleaned_up_after(start: Callable[..., Job], write_task: Any) -> None:

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 STOPPING = "interrupted: no more rollouts; what runs may end (press again to cancel it)"
 
 ENDED = (
-    "Ray has ended on this machine under the job: something has killed its gcs_server or raylet (the kernel, where memory "
-    "ran out?); `rollcage resume` goes on with what is written"
+    "Ray has ended on this machine under the job: something has killed its gcs_server or raylet (the kernel, where "
+    "memory ran out?); `rollcage resume` goes on with what is written"
 )
 
 RUNNING_OUT = "interrupted: cancelling what runs"

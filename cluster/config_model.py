@@ -229,6 +229,11 @@ class MetricsConfig(Settings):
         default=None, description="A PEM file, on each node with vLLM too: what is scraped speaks TLS."
     )
     key: str | None = Field(default=None, description="The certificate's.")
+    exemplars: bool = Field(
+        default=False,
+        description="Name the last attempt of each ending (job_id, attempt_id) in an exemplar of "
+        "rollcage_attempts_total.",
+    )
 
     @field_validator("listen")
     @classmethod

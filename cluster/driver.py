@@ -72,12 +72,13 @@ class _Fault:
     evidence: Evidence
 
 
-def job_counts(plan: JobPlan) -> JobCounts:
-    """Those of the plan's driver, at 0."""
+def job_counts(plan: JobPlan, *, exemplars: bool = False) -> JobCounts:
+    """Those of the plan's driver, at 0. `exemplars`: see `JobCounts`."""
     return JobCounts(
         plan.job,
         [agent.label for agent in plan.agents],
         [agent.policy for agent in plan.agents if agent.policy is not None],
+        exemplars=exemplars,
     )
 
 

@@ -50,7 +50,7 @@ class ExporterConfig:
     """Paths are the head node's. `state`: a directory where what was counted is kept; None: among the files of Ray's
     session, so that it goes with the cluster. `targets`: a directory for the file that Prometheus' `file_sd_configs`
     reads, one for each exporter's port; None: no file. `port`: None: `PORT`, or a free one where that is taken. The
-    others are those of `serve`."""
+    others are those of `Exporter` and `serve`."""
 
     state: Path | None = None
     targets: Path | None = None
@@ -60,6 +60,7 @@ class ExporterConfig:
     password: str | None = None
     certificate: Path | None = None
     key: Path | None = None
+    exemplars: bool = False
 
     @property
     def guard(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class ExporterActor:
         try:
             self._hold()
             former = _remembered(self._state)
-            self._exporter = Exporter(self._state)
+            self._exporter = Exporter(self._state, exemplars=self._config.exemplars)
         except (OSError, ValueError, RecursionError) as error:
             failure = f"the exporter cannot use what it has kept in {self._state}: {error}"
             self._place = ExporterPlace(failure=failure)

@@ -209,7 +209,7 @@ async def _run(
     going_on: GoingOn | None,
 ) -> bool:
     """Returns True where a signal ended the job before its time."""
-    from rollcage.cluster.driver import Driver
+    from rollcage.cluster.driver import Driver, job_counts
     from rollcage.cluster.host import INSECURE, HostLost
 
     started = time.monotonic()
@@ -243,7 +243,8 @@ async def _run(
             engines = {name: policy.policy for name, policy in served.items()}
             spec = host_spec(config, plan, {**clients, **engines})
             hosts = RayHosts(spec, say=progress.say, exporter=metrics.exporter, ended=ray.ended)
-            driver = Driver(plan, ledger, hosts, progress)
+            counts = job_counts(plan, exemplars=config.metrics.exemplars)
+            driver = Driver(plan, ledger, hosts, progress, counts)
             control.steers(driver)
             interrupts.then(driver.stop, STOPPING)
             failure = None

@@ -66,6 +66,7 @@ def exporter_config(config: MetricsConfig) -> ExporterConfig:
         password=config.password(),
         certificate=path(config.certificate),
         key=path(config.key),
+        exemplars=config.exemplars,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollcage.metrics.made_files import made_by, write_files
 from rollcage.metrics.provisioning import (
+    PROMETHEUS_OPTIONS,
     grafana_dashboards,
     grafana_data_sources,
     grafana_settings,
@@ -48,6 +49,7 @@ def compose() -> dict[str, Any]:
                     f"--config.file={_CONFIG}",
                     "--storage.tsdb.path=/prometheus",
                     f"--web.listen-address=127.0.0.1:{PROMETHEUS_PORT}",
+                    *PROMETHEUS_OPTIONS,
                 ],
                 "volumes": [
                     f"./prometheus.yaml:{_CONFIG}:ro",

@@ -14,10 +14,11 @@ from the start, at 0. Not for several threads.
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rollcage.metrics.definitions import BY_NAME, FAMILIES, MOST, Family, Kind, Sender
 
@@ -43,6 +44,18 @@ class Buckets:
         return sum(self.counts)
 
 
+class Example(NamedTuple):
+    """One of those that a series counts, as OpenMetrics' exemplars are. `labels` say which one it is, `at` when it was
+    counted (Unix seconds)."""
+
+    labels: dict[str, str]
+    at: float
+
+
+EXAMPLE_CHARS = 128
+"""OpenMetrics' limit on all names and values of an exemplar's labels together."""
+
+
 @dataclass
 class Snapshot:
     """All that a source has counted until now: `values` by family and labels, `histograms` likewise. `number`: how many
@@ -55,6 +68,8 @@ class Snapshot:
     number: int = 0
     began: dict[str, dict[Labels, float]] = field(default_factory=dict)
     """Of a job that goes on with a run: where its counters that follow from the ledger began."""
+    examples: dict[str, dict[Labels, Example]] = field(default_factory=dict)
+    """The last of what some counters count, where a job has exemplars."""
 
     def check(self) -> None:
         """Raises `UnknownLabel` for a series, a declared label or a number of buckets that `definitions.py` does not
@@ -62,6 +77,8 @@ class Snapshot:
         check_declared(self.declared)
         found: dict[str, set[Labels]] = {name: set(series) for name, series in self.values.items()}
         found |= {name: set(series) for name, series in self.histograms.items()}
+        for name, examples in self.examples.items():
+            found[name] = found.get(name, set()) | set(examples)
         for name, series in found.items():
             family = _family(name, self.sender)
             known = set(family.series(self.declared))
@@ -94,6 +111,7 @@ class Counts:
         self._began: dict[str, dict[Labels, float]] = {}
         self._values: dict[str, dict[Labels, float]] = {}
         self._histograms: dict[str, dict[Labels, Buckets]] = {}
+        self._examples: dict[str, dict[Labels, Example]] = {}
         self._add_series()
 
     def declare(self, label: str, value: str) -> None:
@@ -121,6 +139,13 @@ class Counts:
         _check_amount(name, amount)
         self._series(self._values, name, labels)
         self._values[name][labels] += amount
+
+    def example(self, name: str, *labels: str, **which: str) -> None:
+        """The last that a counter has counted is the one that `which` names; one whose names are too long for an
+        exemplar is left out. Raises `UnknownLabel`."""
+        self._series(self._values, name, labels)
+        if sum(map(len, (*which, *which.values()))) <= EXAMPLE_CHARS:
+            self._examples.setdefault(name, {})[labels] = Example(which, time.time())
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Say what a gauge is now, or what a counter's total is that somebody else keeps. Raises as `add`."""
@@ -153,6 +178,7 @@ class Counts:
             },
             self._sent,
             self._began,
+            {name: dict(series) for name, series in self._examples.items()},
         )
 
     def begin(self) -> None:

@@ -32,9 +32,10 @@ from threading import Lock
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from rollcage.metrics import sources
-from rollcage.metrics.counts import Buckets, Counts, Labels, Snapshot
+from rollcage.metrics.counts import Buckets, Counts, Example, Labels, Snapshot
 from rollcage.metrics.definitions import FAMILIES, LABELS, PREFIX, Family, Kind, Sender
 from rollcage.metrics.room import fitted, taken
 from rollcage.metrics.sources import PAST, Source
@@ -59,13 +60,21 @@ _log = logging.getLogger(__name__)
 class Exporter(Collector):
     """Takes snapshots in and yields their sums. May be called from several threads.
 
-    `state`: a directory of its own, made where it is not there. Raises `OSError` where it cannot be written, and
-    `ValueError` for a file in it that is no snapshot, naming it.
+    `state`: a directory of its own, made where it is not there. `exemplars`: yield those that sources send, too; they
+    are not kept. Raises `OSError` where `state` cannot be written, and `ValueError` for a file in it that is no
+    snapshot, naming it.
     """
 
-    def __init__(self, state: Path | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        state: Path | None = None,
+        *,
+        exemplars: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._state = state
         self._clock = clock
+        self._examples: dict[str, dict[Labels, Example]] | None = {} if exemplars else None
         self._lock = Lock()
         self._sources: dict[str, Source] = {}
         self._of_the_ended: Snapshot | None = None
@@ -121,11 +130,22 @@ class Exporter(Collector):
             for label, found in taken([held.last], passing=False).items():
                 self._kept.setdefault(label, set()).update(found)
             held.heard_at = self._clock()
+            self._note(snapshot)
             self._unkept.add(source)
             if final:
                 self._end(held)
             self._keep()
             return beyond
+
+    def _note(self, snapshot: Snapshot) -> None:
+        """The newest exemplar of each series stays, also when its source has ended."""
+        if self._examples is None:
+            return
+        for name, examples in snapshot.examples.items():
+            newest = self._examples.setdefault(name, {})
+            for labels, example in examples.items():
+                if labels not in newest or example.at >= newest[labels].at:
+                    newest[labels] = example
 
     def _taken(self, source: str) -> dict[str, set[str]]:
         """The names beside which a snapshot of `source` must fit."""
@@ -151,6 +171,7 @@ class Exporter(Collector):
             abandoned = sum(source.abandoned for source in self._sources.values())
             whole = added_up([self._of_the_ended, *counted(there), *gauges, self._own.snapshot()])
             kept = {label: tuple(names) for label, names in self._kept.items()}
+            whole.examples = {name: dict(newest) for name, newest in (self._examples or {}).items()}
         for name in ("attempts_dispatched", "attempts_abandoned"):
             whole.values.setdefault(name, {}).setdefault((), 0.0)
             whole.values[name][()] += abandoned
@@ -274,8 +295,12 @@ def _metric(family: Family, whole: Snapshot, kept: dict[str, Labels] | None = No
         return histogram
     kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
     metric = kind(name, family.help, labels=names)
+    examples = whole.examples.get(family.name, {})
     for labels, value in {**zero, **whole.values.get(family.name, {})}.items():
-        metric.add_metric(list(labels), value)
+        if (example := examples.get(labels)) is not None and isinstance(metric, CounterMetricFamily):
+            metric.add_metric(list(labels), value, exemplar=Exemplar(example.labels, 1.0, example.at))
+        else:
+            metric.add_metric(list(labels), value)
     return metric
 
 

@@ -29,10 +29,13 @@ class RolloutState:
 
 
 class JobCounts:
-    """One driver's counts. `agents`: labels of the job's agents; `policies`: names of its policies."""
+    """One driver's counts. `agents`: labels of the job's agents; `policies`: names of its policies. `exemplars`: keep
+    the last attempt of each ending, by its id."""
 
-    def __init__(self, job: str, agents: Sequence[str], policies: Sequence[str]) -> None:
-        self._job = job
+    def __init__(
+        self, job: str, agents: Sequence[str], policies: Sequence[str], *, exemplars: bool = False
+    ) -> None:
+        self._job, self._exemplars = job, exemplars
         self._agents, self._policies = set(agents), set(policies)
         self._counts = Counts(Sender.JOB, {"agent": agents, "policy": policies, "job_id": [job]})
         now = time.time()
@@ -52,7 +55,10 @@ class JobCounts:
         counts, agent = self._counts, attempt.agent
         counts.add("attempts_ended")
         self._in_flight(-1)
-        counts.add("attempts", *ending(attempt.outcome, attempt.error_class), agent)
+        labels = (*ending(attempt.outcome, attempt.error_class), agent)
+        counts.add("attempts", *labels)
+        if self._exemplars:
+            counts.example("attempts", *labels, job_id=self._job, attempt_id=attempt.attempt_id)
         for phase, seconds in attempt.phases.items():
             counts.observe("phase_seconds", _sane(seconds), phase)
         counts.add("infra_lost_seconds", amount=_sane(attempt.infra_seconds))

@@ -21,6 +21,7 @@ from pathlib import Path
 from rollcage.metrics.exporter import Exporter
 from rollcage.metrics.provisioning import (
     DASHBOARDS,
+    PROMETHEUS_OPTIONS,
     RULES,
     Login,
     grafana_dashboards,
@@ -115,7 +116,7 @@ def how_to_import(port: int) -> str:
 @asynccontextmanager
 async def _demo(targets: Path) -> AsyncIterator[str]:
     """An exporter of simulated sources, on any free port."""
-    exporter = Exporter()
+    exporter = Exporter(exemplars=True)
     steps = ticking(exporter, hosts=3, jobs=2, policies=2, agents=2)
     next(steps)
 
@@ -146,6 +147,7 @@ async def _prometheus(program: str, watch: Watch) -> AsyncIterator[Process]:
         f"--config.file={file}",
         f"--storage.tsdb.path={watch.data / 'prometheus'}",
         f"--web.listen-address=127.0.0.1:{watch.port}",
+        *PROMETHEUS_OPTIONS,
     ]
     async with server("Prometheus", command, port=watch.port, ready="/-/ready", data=watch.data) as process:
         yield process

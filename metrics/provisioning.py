@@ -21,6 +21,9 @@ DASHBOARDS = Path(__file__).parent / "dashboards"
 SCRAPE_SEC = 5
 """Between two scrapes. Sources send more often, and Grafana takes rates over four of these."""
 
+PROMETHEUS_OPTIONS = ("--enable-feature=exemplar-storage",)
+"""Without it Prometheus drops exemplars, which a job with `metrics.exemplars` has."""
+
 DATA_SOURCE = "rollcage-prometheus"
 """The data source's uid. Dashboards name none: they have a variable for it."""
 

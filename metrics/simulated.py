@@ -51,6 +51,10 @@ def _count(counts: Counts, family: Family, labels: Labels, chance: random.Random
         counts.observe(family.name, chance.choice(quick if tick else family.buckets), *labels)
     elif family.kind is Kind.COUNTER:
         grown = _amount(family.name, labels, chance)
+        if family.name == "attempts" and (grown or not tick):
+            [job] = counts.declared["job_id"]
+            which = f"{chance.getrandbits(48):012x}-1"
+            counts.example(family.name, *labels, job_id=job, attempt_id=which)
         counts.add(family.name, *labels, amount=grown if tick else max(1, grown))
     else:
         counts.set(family.name, _gauge(family, labels, chance, tick), *labels)

@@ -60,9 +60,11 @@ class Stat(Panel):
 
 @dataclass(frozen=True)
 class Graph(Panel):
-    """Lines over time; `stacked` where their sum means something."""
+    """Lines over time; `stacked` where their sum means something. `exemplars`: those of its queries' counters are
+    shown, as points."""
 
     stacked: bool = False
+    exemplars: bool = False
 
 
 REPORT = "http://127.0.0.1:8000/report.html"
@@ -184,6 +186,8 @@ def _common(made: P, panel: Panel, number: int) -> P:
     for index, (query, legend) in enumerate(panel.queries):
         target = prometheus.Dataquery().expr(_of_the_cluster(query)).legend_format(_legend(query, legend))
         target = target.ref_id(chr(ord("A") + index))
+        if isinstance(panel, Graph) and panel.exemplars:
+            target = target.exemplar(True)
         made = made.with_target(target.datasource(_DATA))
     return made
 

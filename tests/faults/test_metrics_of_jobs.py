@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import yaml
 from local_ray import ray_cluster
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollcage.metrics.definitions import MOST, OTHER
+from rollcage.rollout.arrow import read_attempts
 
 pytestmark = [pytest.mark.docker, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -53,7 +55,11 @@ class Job:
             "agents": [{"name": "oracle", "label": f"{name}-{number}"} for number in range(agents)],
             "concurrency": 2,
             "sandbox": {"network": {"insecure_network": True}},
-            "metrics": {"targets": str(folder / "targets"), "listen": f"127.0.0.1:{port}"},
+            "metrics": {
+                "targets": str(folder / "targets"),
+                "listen": f"127.0.0.1:{port}",
+                "exemplars": True,
+            },
         }
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(job))
         arguments = [ROLLCAGE, "run", folder / f"{name}.yaml", "--output", folder / f"{name}-run"]
@@ -115,8 +121,19 @@ def scraped(port: int, name: str, label: str) -> Series:
     return found
 
 
+def exemplars(port: int) -> list[dict[str, str]]:
+    """Labels of all of them."""
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
+    )
+    with urllib.request.urlopen(asked, timeout=30) as answer:
+        families = list(openmetrics(answer.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    return [sample.exemplar.labels for sample in samples if sample.exemplar is not None]
+
+
 def test_two_jobs_at_once_with_more_agents_than_there_may_be_are_counted_whole(
-    job: Callable[..., Job], cluster: str
+    job: Callable[..., Job], cluster: str, tmp_path: Path
 ) -> None:
     """CASES 34: a name too many is no reason to lose a count, nor to have one series more."""
     port = free_port()
@@ -127,6 +144,14 @@ def test_two_jobs_at_once_with_more_agents_than_there_may_be_are_counted_whole(
     assert sum(rollouts.values()) == 22
     assert len(rollouts) == MOST["agent"]
     assert rollouts["rollcage_rollouts_total", OTHER] == 22 - (MOST["agent"] - 1)
+    named = exemplars(port)
+    assert len(named) == MOST["agent"]
+    ended = {
+        identity
+        for one in "ab"
+        for identity in read_attempts(tmp_path / f"{one}-run", ["attempt_id"])["attempt_id"].to_pylist()
+    }
+    assert {one["attempt_id"] for one in named} <= ended
     said = "".join(one.said.read_text() for one in both)
     assert f"more than {MOST['agent']} values of the label 'agent' in all" in said
     assert scraped(port, "rollcage_job_rollouts", "job_id") == {}

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollcage.metrics.provisioning import PROMETHEUS_OPTIONS
+
 RULES = Path(__file__).parents[2] / "metrics" / "rules"
 WAIT_SEC = 120.0
 """As long as a loaded machine may take to do what takes seconds."""
@@ -38,6 +40,11 @@ class Prometheus:
                 return found
             time.sleep(0.3)
         raise AssertionError(f"no data for {expression}: {self.query(expression)}")
+
+    def exemplars(self, expression: str) -> list[dict[str, Any]]:
+        """Those of the last minute, of each series that the expression looks at: `seriesLabels` and `exemplars`."""
+        now = time.time()
+        return self._get("query_exemplars", query=expression, start=f"{now - 60}", end=f"{now}")  # type: ignore[no-any-return]
 
     def _get(self, path: str, **parameters: str) -> Any:
         address = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
@@ -72,7 +79,8 @@ def prometheus_with(directory: Path, scrapes: list[dict[str, Any]]) -> Iterator[
     log = directory / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            "exec prometheus --config.file=prometheus.yml --storage.tsdb.path=data --web.listen-address=127.0.0.1:0",
+            "exec prometheus --config.file=prometheus.yml --storage.tsdb.path=data --web.listen-address=127.0.0.1:0 "
+            + " ".join(PROMETHEUS_OPTIONS),
             shell=True,
             cwd=directory,
             stdout=output,

@@ -41,6 +41,15 @@ def vllm_metrics_of(query: str) -> set[str]:
     return set(re.findall(r"vllm:\w+", query))
 
 
+def as_asked(query: str) -> str:
+    """With Grafana's variables filled in."""
+    asked = query.replace("$__rate_interval", "1m")
+    for choice in ("$cluster", "$host", "$policy"):
+        asked = asked.replace(choice, ".*")
+    assert "$" not in asked
+    return asked
+
+
 QUERIES = [
     pytest.param(target["expr"], id=f"{board.uid}: {panel['title']} {target['refId']}")
     for board in BOARDS
@@ -137,7 +146,7 @@ def test_every_family_of_a_job_or_a_host_is_on_a_dashboard_or_in_a_rule() -> Non
 @pytest.fixture(scope="module")
 def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has scraped simulated hosts and jobs for some seconds, while they go on."""
-    exporter, stop = Exporter(), Event()
+    exporter, stop = Exporter(exemplars=True), Event()
 
     def work() -> None:
         for _ in ticking(exporter, hosts=2, jobs=2, policies=2):
@@ -161,14 +170,25 @@ def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_a_query_of_a_panel_has_data(query: str, scraping: Prometheus) -> None:
-    asked = (
-        query.replace("$__rate_interval", "1m")
-        .replace("$cluster", ".*")
-        .replace("$host", ".*")
-        .replace("$policy", ".*")
-    )
-    assert "$" not in asked
-    assert scraping.wait_for(asked)
+    assert scraping.wait_for(as_asked(query))
+
+
+def test_points_of_a_panel_with_exemplars_name_attempts(scraping: Prometheus) -> None:
+    with_exemplars = [
+        target["expr"]
+        for board in BOARDS
+        for panel in panels(board)
+        for target in panel["targets"]
+        if target.get("exemplar")
+    ]
+    assert len(with_exemplars) == 3
+    for query in map(as_asked, with_exemplars):
+        scraping.wait_for(query)
+        found = scraping.exemplars(query)
+        assert found
+        for series in found:
+            assert series["seriesLabels"]["__name__"] == "rollcage_attempts_total"
+            assert all(set(one["labels"]) == {"job_id", "attempt_id"} for one in series["exemplars"])
 
 
 def test_labels_of_ours_are_called_in_prometheus_as_the_docs_call_them(scraping: Prometheus) -> None:

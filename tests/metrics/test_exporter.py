@@ -23,11 +23,12 @@ from pathlib import Path
 import pytest
 from certificates import self_signed
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollcage.metrics.counts import Counts
-from rollcage.metrics.definitions import FAMILIES, MOST, Kind, Sender, most_series
+from rollcage.metrics.counts import Counts, Example, UnknownLabel
+from rollcage.metrics.definitions import FAMILIES, MOST, OTHER, Kind, Sender, most_series
 from rollcage.metrics.exporter import ADDED_UP, FORGET_SEC, SILENT_SEC, Exporter
 from rollcage.metrics.serving import AT_ONCE, Server, serve
 from rollcage.metrics.simulated import simulate
@@ -365,6 +366,66 @@ def test_a_scrape_is_what_prometheus_itself_calls_good(serving: Callable[..., Se
         family.name for family in openmetrics(get(url, accept="application/openmetrics-text; version=1.0.0"))
     }
     assert families == {"rollcage_" + family.name for family in FAMILIES}
+
+
+def exemplars(exporter: Exporter) -> dict[tuple[str, ...], dict[str, str]]:
+    """Of rollcage_attempts_total in OpenMetrics: by error class and agent."""
+    registry = CollectorRegistry()
+    registry.register(exporter)
+    return {
+        (sample.labels["error_class"], sample.labels["agent"]): sample.exemplar.labels
+        for family in openmetrics(generate_openmetrics(registry).decode())
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+
+
+def example(counts: Counts, agent: str, attempt_id: str, job_id: str = "j") -> None:
+    labels = ("invalid", "infra", "network_setup", agent)
+    counts.add("attempts", *labels)
+    counts.example("attempts", *labels, job_id=job_id, attempt_id=attempt_id)
+
+
+def test_exemplars_name_the_last_attempt_of_each_ending_where_they_are_wanted() -> None:
+    plain, wanted = Exporter(), Exporter(exemplars=True)
+    one, two = (Counts(Sender.JOB, {"agent": ["a", "b"], "job_id": [job]}) for job in "xy")
+    example(one, "a", "1-1")
+    example(one, "a", "2-1")
+    example(two, "b", "3-1")
+    for exporter in (plain, wanted):
+        for job, counts in (("x", one), ("y", two)):
+            exporter.accept(job, counts.snapshot(), incarnation="1", final=job == "y")
+    example(one, "b", "4-1")
+    wanted.accept("x", one.snapshot(), incarnation="1")
+    assert exemplars(plain) == {}
+    assert exemplars(wanted) == {
+        ("network_setup", "a"): {"job_id": "j", "attempt_id": "2-1"},
+        ("network_setup", "b"): {"job_id": "j", "attempt_id": "4-1"},
+    }
+    assert of(samples(wanted), "attempts_total") == 4
+
+
+def test_an_exemplar_too_long_for_openmetrics_is_left_out_and_one_of_no_series_is_refused() -> None:
+    exporter, counts = Exporter(exemplars=True), Counts(Sender.JOB, {"agent": ["a"], "job_id": ["j"]})
+    example(counts, "a", "1-1", job_id="j" * 109)  # with the two names 128 characters
+    example(counts, "a", "2-1", job_id="j" * 110)
+    exporter.accept("j", counts.snapshot(), incarnation="1")
+    assert [one["attempt_id"] for one in exemplars(exporter).values()] == ["1-1"]
+    with pytest.raises(UnknownLabel):
+        example(counts, "nobody", "3-1")
+    unknown = counts.snapshot()
+    unknown.examples["attempts"]["invalid", "infra", "network_setup", "nobody"] = Example({}, 0.0)
+    with pytest.raises(UnknownLabel):
+        exporter.accept("j", unknown, incarnation="1")
+
+
+def test_an_exemplar_of_an_agent_too_many_is_of_other() -> None:
+    exporter = Exporter(exemplars=True)
+    agents = [f"a{number}" for number in range(MOST["agent"] + 1)]
+    counts = Counts(Sender.JOB, {"agent": agents, "job_id": ["j"]})
+    example(counts, agents[-1], "1-1")
+    exporter.accept("j", counts.snapshot(), incarnation="1")
+    assert exemplars(exporter) == {("network_setup", OTHER): {"job_id": "j", "attempt_id": "1-1"}}
 
 
 def test_only_who_knows_the_password_is_answered(serving: Callable[..., Server]) -> None:

@@ -135,7 +135,8 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
 
 
 def _own_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if _name(child) in OWN]
+    """An earlier Ray's that this process has not waited for are over."""
+    return [one for one in psutil.Process().children() if _name(one) in OWN and not _is_over(one)]
 
 
 def _name(process: psutil.Process) -> str:

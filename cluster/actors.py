@@ -12,8 +12,8 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollcage.cluster.errors import CouldNotRun
 from rollcage.cluster.host import HostClient, HostLoad, HostLost, HostSpec, Prepared, SandboxHost
 from rollcage.cluster.ray_names import NAMESPACE
-from rollcage.cluster.scratch import RAY, make_scratch, remove_scratch
+from rollcage.cluster.scratch import RAY, make_scratch, remove_abandoned, remove_scratch
 from rollcage.cluster.task_copies import pack_task
 from rollcage.cluster.telling import telling
 from rollcage.rollout.outcome import RolloutError
@@ -83,11 +83,53 @@ LAST_SEC = 600
 after 60 s."""
 
 
+LOOK_SEC = 0.5
+"""Between two looks whether the processes of an own Ray are there."""
+
+ENDED = (
+    "Ray has ended on this machine under the job: something has killed its gcs_server or raylet (the kernel, where "
+    "memory ran out?)"
+)
+
+
+END_SEC = 3.0
+"""As long as processes of an own Ray may take to end once it is shut down."""
+
+
 class Connection:
     """To Ray. `processes` are those of a Ray that this process has started."""
 
     def __init__(self, processes: Sequence[psutil.Process] = ()) -> None:
         self._processes = processes
+
+    async def until_ended(self) -> None:
+        """Return once it has."""
+        while not self.ended():  # noqa: ASYNC110 -- Ray waits for its processes itself, and tells nobody
+            await asyncio.sleep(LOOK_SEC)
+
+    @asynccontextmanager
+    async def needed(self) -> AsyncIterator[None]:
+        """For what waits for an actor to start, which may be for ever where Ray has ended: `CouldNotRun` is raised
+        inside the block then."""
+        me = asyncio.current_task()
+        assert me is not None
+        over = False
+
+        async def watch() -> None:
+            nonlocal over
+            await self.until_ended()
+            over = True
+            me.cancel()
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            if over and me.uncancel() == 0:
+                raise CouldNotRun(ENDED) from error
+            raise
+        finally:
+            watching.cancel()
 
     def ended(self) -> bool:
         """Whether a Ray that was started here is over, by a signal to all of a job's processes, say. Its actors are
@@ -106,6 +148,7 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
         if address is None:
             # A token of this session's own, so that Ray does not keep one in the home directory.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            stack.callback(remove_abandoned)  # a killed host's, too
             files, lock = make_scratch(RAY, _short_temp())
             stack.callback(remove_scratch, files, lock)
             settings = {
@@ -119,12 +162,12 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
                     "gcs_rpc_server_reconnect_timeout_s": LAST_SEC,
                 },
             }
-        stack.callback(ray.shutdown)
+        stack.callback(_shut_down)
         try:
             if address is not None:
                 _reach(address)
             ray.init(namespace=NAMESPACE, logging_level="error", log_to_driver=False, **settings)
-        except (RayError, OSError, RuntimeError, ValueError, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # it raises bare exceptions too
             if address is None:
                 raise CouldNotRun(f"could not start Ray on this machine: {error}") from error
             raise CouldNotRun(
@@ -132,6 +175,16 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
                 f"`--address local` starts Ray on this machine\n{TOKEN_HINT}"
             ) from error
         yield Connection(_own_processes() if address is None else ())
+
+
+def _shut_down() -> None:
+    """Ray leaves processes that wait for what is gone, for a minute or two."""
+    below = [child for one in _own_processes() for child in one.children(recursive=True)]
+    ray.shutdown()
+    _, left = psutil.wait_procs(below, timeout=END_SEC)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _own_processes() -> list[psutil.Process]:
@@ -294,7 +347,7 @@ async def start_host(
 class RayHosts:
     """A host on each node of the cluster, never two on one; implements the driver's `Hosts`.
 
-    `say` is told of nodes that cannot be hosts. `exporter`: see `start_host`. `ended`: whether Ray is over for good.
+    `say` is told of nodes that cannot be hosts. `exporter`: see `start_host`. `connection`: to Ray.
     """
 
     REPLACE_TRIES = 5
@@ -305,9 +358,9 @@ class RayHosts:
         *,
         say: Callable[[str], None] = lambda _line: None,
         exporter: Any = None,
-        ended: Callable[[], bool] = lambda: False,
+        connection: Connection | None = None,
     ) -> None:
-        self._ended = ended
+        self._connection = connection or Connection()
         self._spec = spec
         self._say = say
         self._exporter = exporter
@@ -330,7 +383,7 @@ class RayHosts:
         self._taken.discard(node)
         for attempt in range(self.REPLACE_TRIES):
             await asyncio.sleep(2.0**attempt - 1)
-            if self._ended():
+            if self._connection.ended():
                 return None
             free = [name for name in await alive_nodes() if name not in self._taken]
             for candidate in sorted(free, key=lambda name: name != node):
@@ -345,7 +398,8 @@ class RayHosts:
     async def _try(self, node_id: str, after: str | None = None) -> ActorHost | RolloutError | HostLost:
         self._taken.add(node_id)
         try:
-            return await start_host(node_id, self._spec, after=after, exporter=self._exporter)
-        except (RolloutError, HostLost) as error:
+            async with self._connection.needed():
+                return await start_host(node_id, self._spec, after=after, exporter=self._exporter)
+        except (RolloutError, HostLost, CouldNotRun) as error:
             self._taken.discard(node_id)
-            return error
+            return HostLost(str(error)) if isinstance(error, CouldNotRun) else error

@@ -27,8 +27,16 @@ def top(
         str | None,
         typer.Option(
             "--url",
-            help="The exporter's, http://127.0.0.1:9410/metrics. By default the one that a job of this user started "
-            "here last.",
+            help="The exporter's, http://127.0.0.1:9410/metrics. By default the one that was started last of those in "
+            "--targets.",
+        ),
+    ] = None,
+    targets: Annotated[
+        Path | None,
+        typer.Option(
+            "--targets",
+            help="The directory with the files of exporters, a job's metrics.targets; by default rollcage/targets in "
+            "the user's state directory.",
         ),
     ] = None,
     user: Annotated[str | None, typer.Option("--user", help="Where the exporter asks for one.")] = None,
@@ -48,7 +56,7 @@ def top(
 
     from rollcage.metrics.top import Change, read, render
 
-    url = url or _found(certificate)
+    url = url or _found(certificate, targets)
     if "://" not in url:
         raise InputError(f"--url {url}: write http://HOST:PORT/metrics, or https:// where it speaks TLS")
     try:
@@ -71,7 +79,7 @@ def top(
         raise typer.Exit(Exit.COULD_NOT_RUN) from error
 
 
-def _found(certificate: Path | None) -> str:
+def _found(certificate: Path | None, targets: Path | None) -> str:
     """Where a job's exporter listens on this machine, by the files for Prometheus; else where it would."""
     from rollcage.metrics.serving import METRICS_PATH, PORT
     from rollcage.metrics.targets import exporters
@@ -79,8 +87,13 @@ def _found(certificate: Path | None) -> str:
 
     scheme = "http" if certificate is None else "https"
     found = []
-    for path in (state_directory() / "targets").glob("*.json"):
+    directory = state_directory() / "targets" if targets is None else targets.expanduser()
+    for path in directory.glob("*.json"):
         with suppress(FileNotFoundError):  # its cluster has ended just now
             written_at = path.stat().st_mtime
             found += [(written_at, address) for address in exporters(path)]
+    if targets is not None and not found:
+        raise InputError(
+            f"--targets {targets}: no exporter has a file there; a job's metrics.targets is what it means"
+        )
     return f"{scheme}://{max(found)[1] if found else f'127.0.0.1:{PORT}'}{METRICS_PATH}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
     from rollcage.cluster.policies import ServedPolicy
 
 STOPPING = "interrupted: no more rollouts; what runs may end (press again to cancel it)"
-
-ENDED = (
-    "Ray has ended on this machine under the job: something has killed its gcs_server or raylet (the kernel, where "
-    "memory ran out?); `rollcage resume` goes on with what is written"
-)
 
 RUNNING_OUT = "interrupted: cancelling what runs"
 
@@ -230,6 +225,7 @@ async def _run(
                 job_control(ledger.location.here, progress.say, starting)
             )
             ray = await stack.enter_async_context(_ray(config, interrupts))
+            stack.callback(asyncio.create_task(_say_where_ray_ends(ray, interrupts, progress.say)).cancel)
             from rollcage.cluster.actors import RayHosts
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
             from rollcage.cluster.job_metrics import JobMetrics
@@ -238,11 +234,12 @@ async def _run(
             metrics = JobMetrics(config.metrics, plan.job, progress.say, ray_ends=own_ray, ended=ray.ended)
             stack.push_async_callback(metrics.close)
             clients, budgets = await stack.enter_async_context(shared_budgets(scripted))
-            served = await stack.enter_async_context(_served_policies(config, progress, metrics.vllm))
+            async with ray.needed():
+                served = await stack.enter_async_context(_served_policies(config, progress, metrics.vllm))
             await stack.enter_async_context(control.serving(served))
             engines = {name: policy.policy for name, policy in served.items()}
             spec = host_spec(config, plan, {**clients, **engines})
-            hosts = RayHosts(spec, say=progress.say, exporter=metrics.exporter, ended=ray.ended)
+            hosts = RayHosts(spec, say=progress.say, exporter=metrics.exporter, connection=ray)
             counts = job_counts(plan, exemplars=config.metrics.exemplars)
             driver = Driver(plan, ledger, hosts, progress, counts)
             control.steers(driver)
@@ -266,7 +263,7 @@ async def _run(
                 async with stopping_when_spent(budgets, run_out), metrics.told(driver, ledger, served):
                     await driver.run()
             except (RolloutError, HostLost) as error:
-                failure = HostLost(ENDED) if ray.ended() else error
+                failure = _ended(driver.begun) if ray.ended() else error
             except (OSError, RunError) as error:
                 raise CouldNotRun(f"{ledger.location} cannot be written: {error}") from error
             finally:
@@ -323,6 +320,23 @@ async def _ray(config: JobConfig, interrupts: Interrupts) -> AsyncIterator[Conne
             yield connection
         finally:
             await interrupts.held(loop.run_in_executor(thread, block.__exit__, None, None, None))
+
+
+async def _say_where_ray_ends(ray: Connection, interrupts: Interrupts, say: Callable[[str], None]) -> None:
+    from rollcage.cluster.actors import ENDED
+
+    await ray.until_ended()
+    if not interrupts.count:
+        say(f"{ENDED}: what has an answer still goes on, and nothing that is lost can be replaced")
+
+
+def _ended(begun: bool) -> Exception:
+    from rollcage.cluster.actors import ENDED
+    from rollcage.cluster.host import HostLost
+
+    return HostLost(
+        f"{ENDED}; " + ("`rollcage resume` goes on with what is written" if begun else "run it again")
+    )
 
 
 async def _clean_up(hosts: set[str], config: JobConfig, plan: JobPlan, progress: JobProgress) -> None:

@@ -25,7 +25,7 @@ from rollcage.cluster.driver import Driver
 from rollcage.cluster.exporter import ExporterConfig, ExporterPlace, start_exporter
 from rollcage.cluster.ledger import Ledger
 from rollcage.cluster.replica_protocol import ReplicaState
-from rollcage.cluster.telling import telling
+from rollcage.cluster.telling import AFTER_SEC, telling
 from rollcage.metrics.counts import Snapshot
 from rollcage.metrics.job_counts import JobCounts
 from rollcage.metrics.serving import PORT
@@ -190,10 +190,9 @@ class JobMetrics:
             return
         if not self._ray_ends:
             return
-        if not self._ended():
-            with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(self._parting_sec):
-                    await self.exporter.close.remote()
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(AFTER_SEC if self._ended() else self._parting_sec):
+                await self.exporter.close.remote()
         if self._targets:
             with suppress(OSError):
                 await asyncio.to_thread(Path(self._targets).unlink, missing_ok=True)

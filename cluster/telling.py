@@ -20,6 +20,10 @@ ANSWER_SEC = 10.0
 """As long as an exporter that starts again may take; a snapshot that it has not taken by then is followed by a later
 one anyway."""
 
+AFTER_SEC = 2.0
+"""As long as anybody is waited for whose Ray has ended: an actor that is there still answers at once, and nobody starts
+another."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +39,7 @@ async def telling(
     say: Callable[[str], None] = _log.warning,
 ) -> AsyncIterator[None]:
     """Inside the block the exporter is told every `SEND_SEC` what `source` has counted, and once more at its end,
-    where the exporter has `final_sec` to take it. `of`: a host's job. `ended`: whether the exporter is gone for good.
+    where the exporter has `final_sec` to take it. `of`: a host's job. `ended`: whether its Ray is, see `AFTER_SEC`.
 
     An exporter that does not answer, or refuses the source, is said, once for each reason, and harms nobody: counting
     is no reason for a job to fail.
@@ -44,13 +48,10 @@ async def telling(
     said: set[str] = set()
 
     async def tell(*, final: bool = False) -> None:
-        within = final_sec if final else ANSWER_SEC
+        within = AFTER_SEC if ended() else final_sec if final else ANSWER_SEC
         try:
-            if ended():
-                why = "it has ended with its Ray"
-            else:
-                async with asyncio.timeout(within):
-                    why = await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
+            async with asyncio.timeout(within):
+                why = await exporter.accept.remote(source, await snapshot(), incarnation, final, of)
         except TimeoutError:
             why = f"it does not answer within {within:g} s"
         except RayError as error:

@@ -194,8 +194,8 @@ FAMILIES: tuple[Family, ...] = (
          ledger=True),
     _job("phase_seconds", H, "Wall time of an attempt's phases; `queue` is the wait for room on its host.",
          Label("phase", "phase"), unit="seconds", buckets=LONG),
-    _job("infra_lost_seconds", C, "Time in agents' phases that was lost to infra and not charged to them.",
-         unit="seconds"),
+    _job("infra_lost_seconds", C, "Time in agents' phases that was lost to infra and not charged to them: "
+         "waits for the policy, and all of what an infra error ended.", unit="seconds"),
     # What agents and policies did.
     _job("commands", C, "Commands run in sandboxes by agents.", _AGENT),
     _job("command_seconds", H, "Wall time of a command.", unit="seconds", buckets=SHORT),

@@ -44,9 +44,9 @@ A scrape holds at most **{most_series(host=64):,} samples** with 64 hosts, {MOST
 {MOST["host"]} hosts. What is past the most is counted all the same: agents and policies, in the life of a cluster, \
 as `{OTHER}`; hosts and jobs, at once, have no gauges of their own. The job says so.
 
-With `metrics.exemplars: true` in a job's settings each series of `rollcage_attempts_total` has the last attempt that
-it counted as an exemplar (`job_id` and `attempt_id`, in OpenMetrics alone), if the job that started the exporter has
-it too. Prometheus keeps exemplars with `--enable-feature=exemplar-storage`.
+With `metrics.exemplars: true` in jobs' settings each series of `rollcage_attempts_total` has the last attempt of theirs
+that it counted as an exemplar (`job_id` and `attempt_id`, in OpenMetrics alone), if the job that started the exporter
+has it too. Prometheus keeps exemplars with `--enable-feature=exemplar-storage`.
 
 The first job of a Ray cluster starts the exporter, as its `metrics:` settings say (README); it ends with the cluster.
 [observe.md](observe.md) says how Prometheus and Grafana are started beside it.

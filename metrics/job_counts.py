@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from rollcage.metrics.counts import Counts, Snapshot
 from rollcage.metrics.definitions import NONE, Sender
-from rollcage.rollout.outcome import BY_NAME, Outcome
-from rollcage.rollout.trajectory import Attempt, Turn
+from rollcage.rollout.outcome import BY_NAME, Domain, Outcome
+from rollcage.rollout.trajectory import Attempt, Phase, Turn
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class JobCounts:
             counts.example("attempts", *labels, job_id=self._job, attempt_id=attempt.attempt_id)
         for phase, seconds in attempt.phases.items():
             counts.observe("phase_seconds", _sane(seconds), phase)
-        counts.add("infra_lost_seconds", amount=_sane(attempt.infra_seconds))
+        lost = attempt.infra_seconds if labels[1] != Domain.INFRA else attempt.phases.get(Phase.AGENT, 0.0)
+        counts.add("infra_lost_seconds", amount=_sane(lost))
         turns = attempt.trajectory.turns if attempt.trajectory else []
         for turn in turns:
             policy = turn.policy or attempt.policy or ""

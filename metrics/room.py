@@ -59,7 +59,8 @@ def _renamed(snapshot: Snapshot, names: Mapping[str, Mapping[str, str | None]]) 
     into = Snapshot(snapshot.sender, declared, number=snapshot.number)
     into.values, into.began = (_values(found, names) for found in (snapshot.values, snapshot.began))
     for name, examples in snapshot.examples.items():
-        found = {_labels(BY_NAME[name], labels, names): one for labels, one in examples.items()}
+        in_time = sorted(examples.items(), key=lambda item: item[1].at)
+        found = {_labels(BY_NAME[name], labels, names): one for labels, one in in_time}
         into.examples[name] = {labels: one for labels, one in found.items() if labels is not None}
     for name, histogram in snapshot.histograms.items():
         buckets = into.histograms.setdefault(name, {})

@@ -52,6 +52,9 @@ SETTLE_SEC, SETTLE_LOOKS = 0.5, 10
 CLOCK_SEC = 5
 """A process's start is computed from the boot's, which moves a little when the clock is set."""
 
+MACHINES_OWN = 0xEFFFFFFC
+"""The first namespace of processes: PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h."""
+
 _NAME = re.compile(r"(.*)-(\d+)-([0-9a-f]+)-[0-9a-f]{4}")
 
 
@@ -99,7 +102,7 @@ async def reap(
 
 
 def host_name() -> str:
-    """A new host's name. It says whose the host is: this machine's, and which process of it."""
+    """A new host's name. It says whose the host is: this machine's or container's, and which process of it."""
     return f"{_machine()}-{os.getpid()}-{_start(os.getpid()):x}-{uuid.uuid4().hex[:4]}"
 
 
@@ -176,7 +179,18 @@ async def hosts_of(engine: Engine, job: str) -> set[str]:
 
 
 def _machine() -> str:
-    return socket.gethostname()[:40]
+    """Where a process's number means the same. A container that shares its machine's name (`--network host`) or has
+    been given one has numbers of its own: to it, processes outside would all seem dead."""
+    return socket.gethostname()[:40] + _namespace()
+
+
+def _namespace() -> str:
+    """Of the numbers of processes; empty for the machine's own."""
+    try:
+        number = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return ""
+    return "" if number == MACHINES_OWN else f"-p{number}"
 
 
 def _start(pid: int) -> int:

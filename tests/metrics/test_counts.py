@@ -199,6 +199,22 @@ def test_a_run_that_goes_on_with_other_agents_in_front_is_counted_once() -> None
         assert total("rollouts") == len(attempts)
 
 
+def test_time_lost_to_infra_is_all_of_what_an_infra_error_ended_and_waits_for_the_policy_of_others() -> None:
+    counts = JobCounts("j", ["a"], [])
+    for number, (outcome, error_class) in enumerate(
+        [
+            (Outcome.PASSED, None),
+            (Outcome.FAILED, "turn_limit"),
+            (Outcome.INVALID, "reward_missing"),
+            (Outcome.INVALID, "container_lost"),
+        ]
+    ):
+        attempt = Attempt(f"{number}-1", "j", "t", "d", 0, 1, "a", "p", "h", outcome, error_class)
+        attempt.infra_seconds, attempt.phases = 0.25, {"agent": 8.0, "start": 64.0}
+        counts.attempt(attempt)
+    assert counts.snapshot().values["infra_lost_seconds"] == {(): 8.75}
+
+
 def test_what_a_strange_server_says_ends_no_job() -> None:
     counts = JobCounts("j", ["a"], ["p"])
     turn = Turn(0, "", "stop", policy="p", cached_tokens=-3, queue_seconds=math.nan, cost_usd=-1.0)

@@ -423,9 +423,10 @@ def test_an_exemplar_of_an_agent_too_many_is_of_other() -> None:
     exporter = Exporter(exemplars=True)
     agents = [f"a{number}" for number in range(MOST["agent"] + 1)]
     counts = Counts(Sender.JOB, {"agent": agents, "job_id": ["j"]})
-    example(counts, agents[-1], "1-1")
+    for number, agent in enumerate((*agents[-2:], agents[-2])):
+        example(counts, agent, f"{number}-1")
     exporter.accept("j", counts.snapshot(), incarnation="1")
-    assert exemplars(exporter) == {("network_setup", OTHER): {"job_id": "j", "attempt_id": "1-1"}}
+    assert exemplars(exporter) == {("network_setup", OTHER): {"job_id": "j", "attempt_id": "2-1"}}
 
 
 def test_only_who_knows_the_password_is_answered(serving: Callable[..., Server]) -> None:

@@ -64,13 +64,15 @@ def test_an_address_without_its_scheme_is_bad_input() -> None:
     assert "write http://HOST:PORT/metrics" in str(found.exception)
 
 
-def test_the_exporter_that_a_job_of_this_user_started_is_found(simulated: Exporter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["rollcage/targets", "own"])
+def test_the_exporter_that_a_job_of_this_user_started_is_found(
+    simulated: Exporter, tmp_path: Path, place: str
+) -> None:
     server = serve(simulated, port=0)
-    write_targets(
-        tmp_path / "rollcage" / "targets" / f"{server.port}.json", {"rollcage": [f"127.0.0.1:{server.port}"]}
-    )
+    write_targets(tmp_path / place / f"{server.port}.json", {"rollcage": [f"127.0.0.1:{server.port}"]})
+    told = ["--targets", tmp_path / place] if place == "own" else []
     found = subprocess.run(
-        [Path(sys.executable).parent / "rollcage", "top", "--interval", "0.5"],  # where no terminal is, once
+        [Path(sys.executable).parent / "rollcage", "top", "--interval", "0.5", *told],  # no terminal: once
         env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -79,6 +81,11 @@ def test_the_exporter_that_a_job_of_this_user_started_is_found(simulated: Export
     server.close()
     assert (found.returncode, found.stderr) == (0, "")
     assert "job-0" in found.stdout
+
+
+def test_a_directory_without_exporters_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no exporter has a file there"):
+        CliRunner().invoke(app, ["top", "--targets", str(tmp_path)], catch_exceptions=False)
 
 
 def test_a_job_whose_driver_is_not_heard_stands_out() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ import pytest
 import requests
 from docker.errors import APIError
 
+from rollcage.rollout.sandbox import reaper
 from rollcage.rollout.sandbox.engine import Engine
 from rollcage.rollout.sandbox.reaper import (
     BUILD_LABEL,
@@ -168,12 +170,27 @@ async def test_a_network_in_use_is_left_for_later(yard: Yard) -> None:
     assert await reap(yard.engine, host=yard.host, job=None, now=0) == Reaped(networks=1)
 
 
+def test_a_host_outside_is_not_dead_to_one_in_a_namespace_of_its_own() -> None:
+    """With the machine's name and another /proc, as in `docker run --network host`."""
+    code = (
+        "import sys; from rollcage.rollout.sandbox import reaper\n"
+        "print(reaper._is_dead(sys.argv[1]), reaper._is_dead(reaper.host_name()), reaper.host_name())"
+    )
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no namespace of processes can be made here")
+    inside = [*apart, sys.executable, "-c", code, host_name()]
+    out = subprocess.run(inside, capture_output=True, text=True, check=True).stdout.split()
+    assert out[:2] == ["False", "False"]
+    assert not reaper._is_dead(out[2])
+
+
 async def test_a_network_whose_endpoints_the_engine_miscounts_is_told_of_and_looked_at_once(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's own answer, seen after 1,000 containers were removed from one bridge: nothing is attached, and yet
     it has active endpoints."""
-    dead = f"{socket.gethostname()[:40]}-999999999-1-abcd"
+    dead = f"{reaper._machine()}-999999999-1-abcd"
     network = yard.network(host=dead)
     remove = yard.api.remove_network
 

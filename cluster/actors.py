@@ -11,9 +11,9 @@ import asyncio
 import os
 import secrets
 import socket
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,8 +32,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcage.cluster.errors import CouldNotRun
 from rollcage.cluster.host import HostClient, HostLoad, HostLost, HostSpec, Prepared, SandboxHost
+from rollcage.cluster.own_ray import Connection, own_processes
 from rollcage.cluster.ray_names import NAMESPACE
-from rollcage.cluster.scratch import RAY, make_scratch, remove_abandoned, remove_scratch
+from rollcage.cluster.scratch import ray_files
 from rollcage.cluster.task_copies import pack_task
 from rollcage.cluster.telling import telling
 from rollcage.rollout.outcome import RolloutError
@@ -51,9 +52,6 @@ TOKEN_HINT = (
     "where `ray start` said that token authentication is enabled, set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN "
     "to what ~/.ray/auth_token holds on the cluster"
 )
-
-SOCKETS_BELOW = 20
-"""Characters of a path below which Ray's sockets fit: a socket's path has at most 107, and 86 are Ray's and ours."""
 
 OPEN_SEC = 120.0
 """How long a node may take to start the actor and reach its engine."""
@@ -75,82 +73,29 @@ WORKER_NICENESS = 0
 """Ray's own is 15: hosts and engines would have a thirtieth of a processor that one busy sandbox wants."""
 
 
-OWN = {"gcs_server", "raylet"}
-"""The processes of a Ray that is started here without which there is none; nothing starts them again."""
-
 LAST_SEC = 600
 """As long as a process lives on whose own Ray is gone: a job writes and cleans up what there is. Ray's default ends it
 after 60 s."""
-
-
-LOOK_SEC = 0.5
-"""Between two looks whether the processes of an own Ray are there."""
-
-ENDED = (
-    "Ray has ended on this machine under the job: something has killed its gcs_server or raylet (the kernel, where "
-    "memory ran out?)"
-)
 
 
 END_SEC = 3.0
 """As long as processes of an own Ray may take to end once it is shut down."""
 
 
-class Connection:
-    """To Ray. `processes` are those of a Ray that this process has started."""
-
-    def __init__(self, processes: Sequence[psutil.Process] = ()) -> None:
-        self._processes = processes
-
-    async def until_ended(self) -> None:
-        """Return once it has."""
-        while not self.ended():  # noqa: ASYNC110 -- Ray waits for its processes itself, and tells nobody
-            await asyncio.sleep(LOOK_SEC)
-
-    @asynccontextmanager
-    async def needed(self) -> AsyncIterator[None]:
-        """For what waits for an actor to start, which may be for ever where Ray has ended: `CouldNotRun` is raised
-        inside the block then."""
-        me = asyncio.current_task()
-        assert me is not None
-        over = False
-
-        async def watch() -> None:
-            nonlocal over
-            await self.until_ended()
-            over = True
-            me.cancel()
-
-        watching = asyncio.create_task(watch())
-        try:
-            yield
-        except asyncio.CancelledError as error:
-            if over and me.uncancel() == 0:
-                raise CouldNotRun(ENDED) from error
-            raise
-        finally:
-            watching.cancel()
-
-    def ended(self) -> bool:
-        """Whether a Ray that was started here is over, by a signal to all of a job's processes, say. Its actors are
-        gone then, or about to go, and calls of it may wait for ever. A cluster that was joined may always come back.
-        """
-        return any(map(_is_over, self._processes))
-
-
 @contextmanager
-def connected(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[Connection]:
+def connected(
+    address: str | None = None, *, num_cpus: int | None = None, files: Path | None = None
+) -> Iterator[Connection]:
     """Inside the block this process is connected to Ray: to the cluster at `address`, else to one that is
-    started here and ended with the block, its files with it. Raises `CouldNotRun`."""
+    started here and ended with the block, its files with it, or `files` are the directory for them. Raises
+    `CouldNotRun`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with ExitStack() as stack:
         settings: dict[str, Any] = {"address": address}
         if address is None:
             # A token of this session's own, so that Ray does not keep one in the home directory.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            stack.callback(remove_abandoned)  # a killed host's, too
-            files, lock = make_scratch(RAY, _short_temp())
-            stack.callback(remove_scratch, files, lock)
+            files = files or stack.enter_context(ray_files())
             settings = {
                 "address": "local",
                 "num_cpus": num_cpus,
@@ -162,7 +107,8 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
                     "gcs_rpc_server_reconnect_timeout_s": LAST_SEC,
                 },
             }
-        stack.callback(_shut_down)
+        connection = Connection()
+        stack.callback(lambda: _shut_down(connection.below))
         try:
             if address is not None:
                 _reach(address)
@@ -174,41 +120,18 @@ def connected(address: str | None = None, *, num_cpus: int | None = None) -> Ite
                 f"could not join the Ray cluster at {address}: {error}; --address names another, and "
                 f"`--address local` starts Ray on this machine\n{TOKEN_HINT}"
             ) from error
-        yield Connection(_own_processes() if address is None else ())
+        if address is None:
+            connection = Connection(own_processes())
+        yield connection
 
 
-def _shut_down() -> None:
+def _shut_down(below: Sequence[psutil.Process]) -> None:
     """Ray leaves processes that wait for what is gone, for a minute or two."""
-    below = [child for one in _own_processes() for child in one.children(recursive=True)]
     ray.shutdown()
     _, left = psutil.wait_procs(below, timeout=END_SEC)
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def _own_processes() -> list[psutil.Process]:
-    """An earlier Ray's that this process has not waited for are over."""
-    return [one for one in psutil.Process().children() if _name(one) in OWN and not _is_over(one)]
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return str(process.name())
-    except psutil.NoSuchProcess:
-        return ""
-
-
-def _is_over(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _short_temp() -> str:
-    """The directory for temporary files, or /tmp where Ray's sockets would be too deep in that one."""
-    return found if len(found := tempfile.gettempdir()) <= SOCKETS_BELOW else "/tmp"
 
 
 def _reach(address: str) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -29,9 +28,11 @@ from rollcage.cluster.earlier import count_earlier
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.cluster.interrupts import Interrupts
 from rollcage.cluster.ledger import Ledger
+from rollcage.cluster.own_ray import ENDED, Connection
 from rollcage.cluster.plan import JobPlan
 from rollcage.cluster.plan_tasks import host_spec, make_plan, named_env
 from rollcage.cluster.progress import JobProgress
+from rollcage.cluster.ray_thread import ray_in_a_thread
 from rollcage.cluster.retries import Retries
 from rollcage.metrics.report import summarize
 from rollcage.rollout.arrow import TABLES, Location, RunError
@@ -41,7 +42,6 @@ from rollcage.rollout.task import hide_values
 from rollcage.rollout.trajectory import RolloutKey
 
 if TYPE_CHECKING:
-    from rollcage.cluster.actors import Connection
     from rollcage.cluster.policies import ServedPolicy
 
 STOPPING = "interrupted: no more rollouts; what runs may end (press again to cancel it)"
@@ -224,7 +224,7 @@ async def _run(
             control = await stack.enter_async_context(
                 job_control(ledger.location.here, progress.say, starting)
             )
-            ray = await stack.enter_async_context(_ray(config, interrupts))
+            ray = await stack.enter_async_context(ray_in_a_thread(config.ray, interrupts))
             stack.callback(asyncio.create_task(_say_where_ray_ends(ray, interrupts, progress.say)).cancel)
             from rollcage.cluster.actors import RayHosts
             from rollcage.cluster.budget import shared_budgets, spending, stopping_when_spent
@@ -296,42 +296,13 @@ def _added_up(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
     }
 
 
-@asynccontextmanager
-async def _ray(config: JobConfig, interrupts: Interrupts) -> AsyncIterator[Connection]:
-    """`actors.connected`, begun and ended in a thread of its own: no signal is raised inside Ray, and each is told
-    at once. One thread for both, for the kernel ends Ray's processes with the thread that started them."""
-
-    def connect() -> tuple[AbstractContextManager[Connection], Connection]:
-        from rollcage.cluster.actors import connected  # takes a second or two
-
-        block = connected(config.ray.address, num_cpus=config.ray.num_cpus)
-        return block, block.__enter__()
-
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(1, thread_name_prefix="ray") as thread:
-        try:
-            block, connection = await interrupts.held(loop.run_in_executor(thread, connect))
-        except CouldNotRun as error:
-            if interrupts.count:
-                raise asyncio.CancelledError from error
-            raise
-        try:
-            await asyncio.sleep(0)  # where the job is called off that was interrupted meanwhile
-            yield connection
-        finally:
-            await interrupts.held(loop.run_in_executor(thread, block.__exit__, None, None, None))
-
-
 async def _say_where_ray_ends(ray: Connection, interrupts: Interrupts, say: Callable[[str], None]) -> None:
-    from rollcage.cluster.actors import ENDED
-
     await ray.until_ended()
     if not interrupts.count:
         say(f"{ENDED}: what has an answer still goes on, and nothing that is lost can be replaced")
 
 
 def _ended(begun: bool) -> Exception:
-    from rollcage.cluster.actors import ENDED
     from rollcage.cluster.host import HostLost
 
     return HostLost(

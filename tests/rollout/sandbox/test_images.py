@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from built_images import remove_built_by
 
 from rollcage.rollout.compose import image_environment, read_compose
 from rollcage.rollout.outcome import BuildError
@@ -38,12 +39,7 @@ async def images(engine: Engine) -> AsyncIterator[Images]:
     images = Images(engine, host=f"test-{uuid.uuid4().hex[:8]}", pull_waits_sec=(0.1,))
     yield images
     await images.close()
-    api = engine.api
-    while made := api.images(filters={"label": f"{BUILD_LABEL}={images.host}"}):
-        parents = {api.inspect_image(image["Id"])["Parent"] for image in made}
-        for image in made:
-            if image["Id"] not in parents:
-                api.remove_image(image["Id"], force=True)
+    remove_built_by(engine.api, images.host)
 
 
 def task(tmp_path: Path, dockerfile: str, *, timeout_sec: float = 120, **files: str) -> Environment:

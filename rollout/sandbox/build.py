@@ -25,8 +25,19 @@ from rollcage.rollout.sandbox.streams import CONNECT_SEC, STREAM_ERRORS, Stream
 LOG_CHARS = 64 * 1024
 """Of a build's log this much is kept, its end: a failed step says last what was wrong."""
 
+TRIES = 20
+"""At most, of a build under which images are removed: each that goes may meet it once."""
+
+_REMOVED_MEANWHILE = re.compile(r'^(unable to find image "sha256:|unknown parent image ID sha256:)')
+"""What the classic builder says where somebody else has just removed an image on the one that it is at: it looks
+through all of these for a step that it need not do again (moby's daemon/images/cache.go)."""
+
 SHOWN_CHARS = 120
 """Of a failed instruction's first line so much is shown; its line number leads to the rest."""
+
+
+class _RemovedMeanwhile(Exception):
+    """See `_REMOVED_MEANWHILE`."""
 
 
 class Build(Stream):
@@ -62,12 +73,20 @@ class Build(Stream):
         return "".join(self._log)[-LOG_CHARS:]
 
     def run(self, api: Any, tar: IO[bytes], timeout_sec: float) -> str:
-        """Send the context and wait for the image. Returns its id. Raises `BuildError`; where `end` was called,
-        an `image_build` or nothing that means anything: the caller knows better."""
-        try:
-            return self._read(self._request(api, tar, timeout_sec))
-        except STREAM_ERRORS as error:
-            raise build_fault(error, self.doing, log_tail=self.log_tail) from error
+        """Send the context, all of `tar`, and wait for the image. Returns its id. Raises `BuildError`; where `end` was
+        called, an `image_build` or nothing that means anything: the caller knows better."""
+        for left in reversed(range(TRIES)):
+            tar.seek(0)
+            self._at, self._trace = 0, Trace()
+            try:
+                return self._read(self._request(api, tar, timeout_sec), may_lose=bool(left))
+            except _RemovedMeanwhile:
+                self.say(
+                    "an image was removed meanwhile: the build begins again, with the steps that are done"
+                )
+            except STREAM_ERRORS as error:
+                raise build_fault(error, self.doing, log_tail=self.log_tail) from error
+        raise AssertionError("the last try returns or raises")
 
     def _request(self, api: Any, tar: IO[bytes], timeout_sec: float) -> Iterator[dict[str, Any]]:
         params = {
@@ -87,10 +106,13 @@ class Build(Stream):
             headers={"Content-Type": "application/x-tar"},
         )
 
-    def _read(self, messages: Iterable[dict[str, Any]]) -> str:
+    def _read(self, messages: Iterable[dict[str, Any]], *, may_lose: bool = False) -> str:
+        """`may_lose`: raise `_RemovedMeanwhile` for that, not what is said of it."""
         image_id = ""
         for message in messages:
             if "error" in message or "errorDetail" in message:
+                if may_lose and not self.ended and _REMOVED_MEANWHILE.match(str(message.get("error"))):
+                    raise _RemovedMeanwhile
                 fault = buildkit_fault if self.buildkit else build_fault
                 raise self._placed(fault(message, self.doing, log_tail=self.log_tail))
             if message.get("id") == TRACE:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import sys
-import tarfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import yaml
+from built_images import build_image
 
 from rollcage.rollout.agents.base import AgentContext
 from rollcage.rollout.agents.commands import add_turn, run_command
@@ -188,22 +187,6 @@ def tools_image() -> str:
     engine = Engine()
     tag = f"rollcage-test/terminal:{hashlib.sha256(TOOLS.encode()).hexdigest()[:12]}"
     if not engine.api.images(tag):
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            entry = tarfile.TarInfo("Dockerfile")
-            entry.size = len(TOOLS)
-            tar.addfile(entry, io.BytesIO(TOOLS.encode()))
-        packed.seek(0)
-        lines = engine.api.build(
-            fileobj=packed,
-            custom_context=True,
-            tag=tag,
-            rm=True,
-            forcerm=True,
-            decode=True,
-            network_mode="host",
-        )
-        failed = [line["error"] for line in lines if "error" in line]
-        assert not failed, failed
+        build_image(engine.api, tag, TOOLS)
     engine.close()
     return tag

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from built_images import build_image
 
 from rollcage.rollout.sandbox.base import Sandbox, SandboxSpec
 from rollcage.rollout.sandbox.container import start_sandbox
@@ -42,19 +41,8 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def image(engine: Engine) -> Iterator[str]:
-    context = io.BytesIO()
-    with tarfile.open(fileobj=context, mode="w") as archive:
-        entry = tarfile.TarInfo("Dockerfile")
-        entry.size = len(DOCKERFILE)
-        archive.addfile(entry, io.BytesIO(DOCKERFILE.encode()))
-    context.seek(0)
     tag = f"rollcage-test/verifier:{uuid4().hex[:8]}"
-    lines = engine.api.build(
-        fileobj=context, custom_context=True, tag=tag, rm=True, forcerm=True, decode=True, labels=LABELS
-    )
-    failed = [line["error"] for line in lines if "error" in line]
-    assert not failed, failed
-    yield engine.api.inspect_image(tag)["Id"]
+    yield build_image(engine.api, tag, DOCKERFILE, labels=LABELS)
     engine.api.remove_image(tag, force=True, noprune=True)  # two at once would meet at its parents
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from built_images import build_image
 
 from rollcage.rollout.agents.base import AgentContext, load_agent
 from rollcage.rollout.clock import AgentClock
@@ -31,15 +31,6 @@ async def engine() -> AsyncIterator[Engine]:
     engine.close()
 
 
-def build(api: Any, context: Path) -> str:
-    """The image's id."""
-    for event in api.build(path=str(context), rm=True, forcerm=True, labels=LABELS, decode=True):
-        if "aux" in event:
-            return str(event["aux"]["ID"])
-        assert "error" not in event, event
-    raise AssertionError("the builder named no image")
-
-
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.name)
 @pytest.mark.parametrize(("agent", "reward"), [("oracle", b"1\n"), ("nop", b"0\n")])
 async def test_the_oracle_passes_and_doing_nothing_fails(
@@ -47,8 +38,9 @@ async def test_the_oracle_passes_and_doing_nothing_fails(
 ) -> None:
     task = load_task(path)
     assert task.environment.context is not None
-    context_dir = task.environment.context
-    image = await engine.call("build", lambda api: build(api, context_dir))
+    folder, image = task.environment.context, f"rollcage-test/demo:{uuid.uuid4().hex[:12]}"
+    text = (folder / "Dockerfile").read_text()
+    await engine.call("build", lambda api: build_image(api, image, text, context=folder, labels=LABELS))
     spec = SandboxSpec(image, f"test-demo-{uuid.uuid4().hex[:8]}", labels=LABELS, pids=64, deadline_sec=120.0)
     sandbox = await start_sandbox(engine, spec)
     try:

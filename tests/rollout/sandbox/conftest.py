@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import built_images
 import pytest
 
 from rollcage.rollout.sandbox.base import SandboxSpec
@@ -45,15 +46,8 @@ def build_image(engine: Engine) -> Iterator[Callable[[str], str]]:
     tags: list[str] = []
 
     def build(dockerfile: str) -> str:
-        context = _tar({"Dockerfile": (dockerfile.encode(), 0o644)})
-        tag = f"rollcage-test/sandbox:{uuid4().hex[:12]}"
-        lines = engine.api.build(
-            fileobj=context, custom_context=True, tag=tag, rm=True, forcerm=True, decode=True, labels=LABELS
-        )
-        failed = [line["error"] for line in lines if "error" in line]
-        assert not failed, failed
-        tags.append(tag)
-        return str(engine.api.inspect_image(tag)["Id"])
+        tags.append(f"rollcage-test/sandbox:{uuid4().hex[:12]}")
+        return built_images.build_image(engine.api, tags[-1], dockerfile, labels=LABELS)
 
     yield build
     for tag in tags:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import docker
 import pytest
-from built_images import remove_built_by
+from built_images import build_image, remove_built_by
 
 from rollcage.rollout.compose import image_environment, read_compose
 from rollcage.rollout.outcome import BuildError
@@ -88,6 +91,41 @@ async def test_eight_samples_wait_for_one_build(images: Images, tmp_path: Path) 
     assert (again.cached, again.built, again.id) == (True, False, first.id)
     elsewhere = await ensure(Images(images.engine), environment)
     assert (elsewhere.built, elsewhere.id) == (False, first.id)
+
+
+async def test_others_may_remove_images_on_the_same_base_during_a_build(
+    images: Images, tmp_path: Path
+) -> None:
+    """The classic builder looks through all of them for the step that it is at, and fails over one that goes then."""
+    over, base = threading.Event(), f"rollcage-test/beside:{SALT}"
+    build_image(images.engine.api, base, f"FROM {BASE}", labels={"rollcage.test": SALT})
+
+    def churn() -> None:
+        api, beside = docker.APIClient(), deque[str]()
+        container = api.create_container(base, ["true"])["Id"]
+        try:
+            while not over.is_set():
+                beside.append(api.commit(container, changes=f"LABEL test={uuid.uuid4().hex}")["Id"])
+                if len(beside) > 40:
+                    api.remove_image(beside.popleft())
+        finally:
+            api.remove_container(container)
+            for image in beside:
+                api.remove_image(image)
+            api.close()
+
+    churning = [asyncio.create_task(asyncio.to_thread(churn)) for _ in range(2)]
+    try:
+        met = False
+        while not met and not any(one.done() for one in churning):
+            texts = [f"FROM {base}\nENV x={uuid.uuid4().hex}\n" for _ in range(4)]
+            made = await asyncio.gather(*(ensure(images, task(tmp_path, text)) for text in texts))
+            met = any("an image was removed meanwhile" in image.log_tail for image in made)
+    finally:
+        over.set()
+        await asyncio.gather(*churning)
+        images.engine.api.remove_image(base)  # its name alone, while others are built on it
+    assert met
 
 
 async def test_the_name_follows_the_content(images: Images, tmp_path: Path) -> None:

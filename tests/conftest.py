@@ -13,6 +13,7 @@ All others look at what they have made themselves, so that two may be on the one
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,10 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # How fast a machine makes examples is no fault of the tests'.
 settings.register_profile("rollcage", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rollcage")
+
+# A shell has what it starts in the background ignore Ctrl-C, and all that is started below inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 

@@ -75,18 +75,17 @@ class Build(Stream):
     def run(self, api: Any, tar: IO[bytes], timeout_sec: float) -> str:
         """Send the context, all of `tar`, and wait for the image. Returns its id. Raises `BuildError`; where `end` was
         called, an `image_build` or nothing that means anything: the caller knows better."""
-        for left in reversed(range(TRIES)):
+        tried = 0
+        while True:
+            tried += 1
             tar.seek(0)
             self._at, self._trace = 0, Trace()
             try:
-                return self._read(self._request(api, tar, timeout_sec), may_lose=bool(left))
+                return self._read(self._request(api, tar, timeout_sec), last=tried == TRIES)
             except _RemovedMeanwhile:
-                self.say(
-                    "an image was removed meanwhile: the build begins again, with the steps that are done"
-                )
+                self.say("an image was removed meanwhile: the build begins again, what is done is kept")
             except STREAM_ERRORS as error:
                 raise build_fault(error, self.doing, log_tail=self.log_tail) from error
-        raise AssertionError("the last try returns or raises")
 
     def _request(self, api: Any, tar: IO[bytes], timeout_sec: float) -> Iterator[dict[str, Any]]:
         params = {
@@ -106,12 +105,12 @@ class Build(Stream):
             headers={"Content-Type": "application/x-tar"},
         )
 
-    def _read(self, messages: Iterable[dict[str, Any]], *, may_lose: bool = False) -> str:
-        """`may_lose`: raise `_RemovedMeanwhile` for that, not what is said of it."""
+    def _read(self, messages: Iterable[dict[str, Any]], *, last: bool = True) -> str:
+        """Raises `BuildError`; unless it is the `last` try, `_RemovedMeanwhile` for that."""
         image_id = ""
         for message in messages:
             if "error" in message or "errorDetail" in message:
-                if may_lose and not self.ended and _REMOVED_MEANWHILE.match(str(message.get("error"))):
+                if not last and not self.ended and _REMOVED_MEANWHILE.match(str(message.get("error"))):
                     raise _RemovedMeanwhile
                 fault = buildkit_fault if self.buildkit else build_fault
                 raise self._placed(fault(message, self.doing, log_tail=self.log_tail))

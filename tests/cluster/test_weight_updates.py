@@ -7,7 +7,6 @@ the test says so.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 import yaml
 from tiny_models import tiny_model
+from vllm_processes import engines, slowed
 
-from rollcage.cluster.control import PolicyStatus, policy_status, update_policy, update_policy_async
+from rollcage.cluster.control import PolicyStatus, policy_status, update_policy
 from rollcage.cluster.errors import CouldNotRun, InputError
 from rollcage.rollout.arrow import read_attempts, read_rollouts
 from rollcage.rollout.rows import attempt_from_row
@@ -175,9 +176,8 @@ class Job:
         except (InputError, CouldNotRun):
             return {}  # not yet
 
-    async def update_all(self, path: Path, version: int) -> list[dict[int, str]]:
-        updating = (update_policy_async(self.run, path, version, policy=name) for name in POLICIES)
-        return [one.replicas for one in await asyncio.gather(*updating)]
+    def update(self, policy: str, path: Path, version: int) -> dict[int, str]:
+        return update_policy(self.run, path, version, policy=policy).replicas
 
     def end(self) -> dict[str, Any]:
         """Its report, once it has ended well."""
@@ -222,9 +222,13 @@ def test_log_probabilities_change_where_the_version_does(
     a, b = models
     job.open(0, "stale")
     job.until_ended(0, "stale")
-    job.open(0, "finishing", "continuing")
-    job.until(lambda: job.at_work(*POLICIES))
-    assert asyncio.run(job.update_all(b, 1)) == [{1: "reload"}] * 2
+    with ThreadPoolExecutor() as threads:
+        with slowed(engines(job.process.pid)):
+            job.open(0, "finishing", "continuing")
+            job.until(lambda: job.at_work(*POLICIES))
+            updates = {name: threads.submit(job.update, name, b, 1) for name in POLICIES}
+            assert updates["continuing"].result(200) == {1: "reload"}
+        assert updates["finishing"].result(200) == {1: "reload"}
 
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"holds no config\.json"):
@@ -238,7 +242,7 @@ def test_log_probabilities_change_where_the_version_does(
 
     job.open(1, "finishing", "continuing")
     job.until_ended(1, "finishing")
-    assert update_policy(job.run, a, 3, policy="finishing").replicas == {1: "reload"}
+    assert job.update("finishing", a, 3) == {1: "reload"}
     job.open(1, "stale")
     report = job.end()
     assert not (job.run / "control").exists()

@@ -16,6 +16,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 from aiohttp import web
+from vllm_processes import engines
 
 from rollcage.rollout.policies.leash import Leash
 from rollcage.rollout.policies.vllm import CPU_ENVIRONMENT, QUIET_ENVIRONMENT
@@ -128,8 +129,8 @@ class VllmServer:
         os.killpg(self.process.pid, signum)
 
     def engine(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if "EngineCore" in child.name())
+        [engine] = engines(self.process.pid)
+        return engine
 
     async def started(self) -> None:
         async with aiohttp.ClientSession() as client:
@@ -194,8 +195,3 @@ def vllm_server(model: Path) -> Iterator[VllmServer]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def engines() -> list[psutil.Process]:
-    """vLLM's engines below this process."""
-    return [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ def gateway() -> str:
     """This machine's address, as containers on the engine's own bridge see it."""
     engine = Engine()
     try:
-        return str(engine.api.inspect_network("bridge")["IPAM"]["Config"][0]["Gateway"])
+        [config] = engine.api.inspect_network("bridge")["IPAM"]["Config"]
+        # Before it is first started again an engine does not say which: the first address.
+        return str(config.get("Gateway") or ip_network(config["Subnet"])[1])
     finally:
         engine.close()
 

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
 
+NAME = "VLLM::EngineCor"
+"""As much of an engine's name as the kernel keeps. The rest is in its command line, which may be empty for a moment."""
+
+SEEN_SEC = 30.0
 RUNS_SEC, HELD_SEC = 0.02, 0.2
 
 
 def engines(below: int | None = None) -> list[psutil.Process]:
-    """vLLM's engines below this process, or the one with this number."""
-    return [child for child in psutil.Process(below).children(recursive=True) if "EngineCore" in _name(child)]
+    """vLLM's engines below this process, or the one with this number. On a busy machine one may be missing."""
+    return [
+        child for child in psutil.Process(below).children(recursive=True) if _name(child).startswith(NAME)
+    ]
+
+
+def all_engines(
+    count: int, *, below: int | None = None, but: Iterable[psutil.Process] = ()
+) -> list[psutil.Process]:
+    """The same, once all `count` are seen that there are beside `but`."""
+    until = time.monotonic() + SEEN_SEC
+    while len(found := set(engines(below)) - set(but)) != count:
+        assert time.monotonic() < until, [
+            (child.pid, _name(child)) for child in psutil.Process(below).children(recursive=True)
+        ]
+        time.sleep(0.05)
+    return list(found)
 
 
 @contextmanager

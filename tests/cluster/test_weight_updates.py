@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import yaml
 from tiny_models import tiny_model
-from vllm_processes import engines, slowed
+from vllm_processes import all_engines, slowed
 
 from rollcage.cluster.control import PolicyStatus, policy_status, update_policy
 from rollcage.cluster.errors import CouldNotRun, InputError
@@ -223,7 +223,7 @@ def test_log_probabilities_change_where_the_version_does(
     job.open(0, "stale")
     job.until_ended(0, "stale")
     with ThreadPoolExecutor() as threads:
-        with slowed(engines(job.process.pid)):
+        with slowed(all_engines(len(POLICIES), below=job.process.pid)):
             job.open(0, "finishing", "continuing")
             job.until(lambda: job.at_work(*POLICIES))
             updates = {name: threads.submit(job.update, name, b, 1) for name in POLICIES}

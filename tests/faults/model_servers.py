@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 from aiohttp import web
-from vllm_processes import engines
+from vllm_processes import all_engines
 
 from rollcage.rollout.policies.leash import Leash
 from rollcage.rollout.policies.vllm import CPU_ENVIRONMENT, QUIET_ENVIRONMENT
@@ -129,7 +129,7 @@ class VllmServer:
         os.killpg(self.process.pid, signum)
 
     def engine(self) -> psutil.Process:
-        [engine] = engines(self.process.pid)
+        [engine] = all_engines(1, below=self.process.pid)
         return engine
 
     async def started(self) -> None:

@@ -11,7 +11,7 @@ import signal
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +20,7 @@ from attempts import OneHost, Site, given, nothing_of, site, until
 from model_servers import CONTEXT, vllm_server, wire
 from rich.console import Console
 from tiny_models import tiny_model
-from vllm_processes import engines
+from vllm_processes import all_engines, engines
 
 from rollcage.cluster.actors import connected
 from rollcage.cluster.config_policies import VllmPolicyConfig
@@ -50,7 +50,6 @@ from rollcage.rollout.trajectory import Attempt, Message
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 Record = Callable[[str, str], None]
-T = TypeVar("T")
 
 IMAGE = "debian:bookworm-slim"
 ENDLESS = Sampling(max_tokens=1900, extra={"ignore_eos": True})
@@ -268,7 +267,7 @@ async def test_a_replica_whose_engine_is_killed(here: Site, record: Record, tmp_
             for name in ("patient", "hasty")
         }
         await until(lambda: _is(len(arrived) == 2))
-        killed = await until(lambda: _is(next(iter(set(engines()) - others), None)))
+        [killed] = all_engines(1, but=others)
         before = served.status()[0]
         if before["restarts"]:
             warnings.warn(f"the engine has ended by itself before: {before}", stacklevel=1)
@@ -299,5 +298,5 @@ async def test_a_replica_whose_engine_is_killed(here: Site, record: Record, tmp_
     assert await here.left() == []
 
 
-async def _is(found: T) -> T:
-    return found
+async def _is(true: bool) -> bool:
+    return true

@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from docker.errors import APIError, ImageNotFound, NotFound
+from docker.errors import APIError, NotFound
 
 from rollcage.rollout.sandbox.engine import Engine, is_local
-from rollcage.rollout.sandbox.pulls import PULLED, last_used, record_of
+from rollcage.rollout.sandbox.pulls import PULLED, REMOVAL_SEC, known, last_used, record_of
 from rollcage.rollout.sandbox.reaper import BUILD_LABEL, REPOSITORY
 
 GIB = 1 << 30
@@ -40,10 +40,6 @@ URGENT_GRACE_SEC = 120.0
 
 FREE_SHARE, FREE_BYTES = 0.1, 20 * GIB
 """Without a budget, images go while less than a tenth of the engine's disk is free, and less than so much."""
-
-REMOVAL_SEC = 5.0
-"""As long as an image may still be there of which an engine says that it cannot be removed: another process may be
-removing it."""
 
 ROOM_BYTES = 2 * GIB
 """What is made free, if it can be, after a build or a pull that found the disk full."""
@@ -210,12 +206,8 @@ class Collector:
         if not any(image.ours for image in rootless):
             return
         for image in rootless:
-            if image.id not in self._layers:
-                try:
-                    layers = (api.inspect_image(image.id).get("RootFS") or {}).get("Layers") or ()
-                except ImageNotFound:
-                    continue
-                self._layers[image.id] = tuple(layers)
+            if image.id not in self._layers and (found := known(api, image.id)) is not None:
+                self._layers[image.id] = tuple((found.get("RootFS") or {}).get("Layers") or ())
         by_layers = {self._layers[image.id]: image.id for image in rootless if self._layers.get(image.id)}
         for image in rootless:
             layers = self._layers.get(image.id, ())
@@ -247,11 +239,8 @@ def _is_ours(image: Mapping[str, Any], tags: tuple[str, ...]) -> bool:
 def _last_uses(api: Any, forest: Forest) -> dict[str, float]:
     found = {}
     for image in forest.images.values():
-        if image.ours and image.id not in forest.used:
-            try:
-                found[image.id] = last_used(api.inspect_image(image.id))
-            except ImageNotFound:
-                continue
+        if image.ours and image.id not in forest.used and (inspected := known(api, image.id)) is not None:
+            found[image.id] = last_used(inspected)
     return found
 
 
@@ -268,22 +257,14 @@ def _remove(api: Any, image: Stored) -> int:
                 return 0
             if not _goes(api, image.id):
                 raise  # and else it is what an engine answers to one of two that remove an image at a time
-    return 0 if _has(api, image.id) else 1
+    return 1 if known(api, image.id) is None else 0
 
 
 def _goes(api: Any, image_id: str) -> bool:
     """Whether the image is gone within `REMOVAL_SEC`."""
     until = time.monotonic() + REMOVAL_SEC
-    while _has(api, image_id):
+    while known(api, image_id) is not None:
         if time.monotonic() > until:
             return False
         time.sleep(0.05)
-    return True
-
-
-def _has(api: Any, image_id: str) -> bool:
-    try:
-        api.inspect_image(image_id)
-    except ImageNotFound:
-        return False
     return True

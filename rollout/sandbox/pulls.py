@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 from docker.auth import get_config_header, resolve_repository_name
-from docker.errors import ImageNotFound
+from docker.errors import APIError, ImageNotFound
 from docker.utils import parse_repository_tag
 
 from rollcage.rollout.outcome import BuildError, Evidence
@@ -33,6 +33,9 @@ PULL_WAITS_SEC = (2.0, 8.0)
 SILENT_SEC = 600.0
 """A pull of which the engine says nothing for so long goes no further: it tells of every few hundred kilobytes, but of
 nothing while it waits for a registry that has stopped sending, for which it has no limit itself, or checks a layer."""
+
+REMOVAL_SEC = 5.0
+"""As long as an image that is being removed, by another process too, may still be there, or half there."""
 
 PULLED = "rollcage/pulled"
 
@@ -136,14 +139,24 @@ def familiar(reference: str) -> str:
 async def inspect(engine: Engine, reference: str) -> dict[str, Any] | None:
     """What the engine knows of an image; None where it has none of this name."""
 
-    def look(api: Any) -> dict[str, Any] | None:
+    return await engine.call(f"look up the image {reference}", lambda api: known(api, reference))
+
+
+def known(api: Any, reference: str) -> dict[str, Any] | None:
+    """The same, in a thread. An image that somebody is removing is there without its layers for a moment, of which the
+    engine makes an error: it is asked again, for `REMOVAL_SEC`."""
+    until = time.monotonic() + REMOVAL_SEC
+    while True:
         try:
             found: dict[str, Any] = api.inspect_image(reference)
         except ImageNotFound:
             return None
-        return found
-
-    return await engine.call(f"look up the image {reference}", look)
+        except APIError as error:
+            if "layer does not exist" not in str(error.explanation) or time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        else:
+            return found
 
 
 async def touch(engine: Engine, inspected: Mapping[str, Any], tag: str) -> bool:

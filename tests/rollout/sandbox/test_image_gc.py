@@ -267,6 +267,28 @@ def test_an_engine_that_stumbles_over_a_second_removal_is_no_fault(
         assert image_gc._remove(Stumbles(), image) == 1
 
 
+@pytest.mark.parametrize("looks", [None, 2])
+def test_an_image_that_is_half_removed_is_looked_for_again(
+    looks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulls, "REMOVAL_SEC", 0.5)
+    seen = count()
+
+    class HalfRemoved:
+        def inspect_image(self, name: str) -> dict[str, str]:
+            if looks is not None and next(seen) >= looks:
+                raise ImageNotFound(name)
+            response = requests.Response()
+            response.status_code = 500
+            raise APIError("500", response, "layer does not exist")
+
+    if looks is None:
+        with pytest.raises(APIError):
+            pulls.known(HalfRemoved(), "sha256:1")
+    else:
+        assert pulls.known(HalfRemoved(), "sha256:1") is None
+
+
 @pytest.mark.docker
 async def test_a_build_that_finds_the_disk_full_is_built_once_room_was_made(
     engine: Engine, tmp_path: Path

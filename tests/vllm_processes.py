@@ -10,9 +10,11 @@ from contextlib import contextmanager, suppress
 import psutil
 
 NAME = "VLLM::EngineCor"
-"""As much of an engine's name as the kernel keeps. The rest is in its command line, which may be empty for a moment."""
+"""As much of an engine's name as the kernel keeps. The rest is looked up in its command line, if at all."""
 
-SEEN_SEC = 30.0
+SEEN_SEC = 120.0
+"""An engine that has ended by itself is started again meanwhile."""
+
 RUNS_SEC, HELD_SEC = 0.02, 0.2
 
 

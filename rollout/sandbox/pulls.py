@@ -138,7 +138,6 @@ def familiar(reference: str) -> str:
 
 async def inspect(engine: Engine, reference: str) -> dict[str, Any] | None:
     """What the engine knows of an image; None where it has none of this name."""
-
     return await engine.call(f"look up the image {reference}", lambda api: known(api, reference))
 
 

@@ -267,7 +267,7 @@ async def test_a_replica_whose_engine_is_killed(here: Site, record: Record, tmp_
             for name in ("patient", "hasty")
         }
         await until(lambda: _is(len(arrived) == 2))
-        [killed] = all_engines(1, but=others)
+        [killed] = await asyncio.to_thread(all_engines, 1, but=others)
         before = served.status()[0]
         if before["restarts"]:
             warnings.warn(f"the engine has ended by itself before: {before}", stacklevel=1)
